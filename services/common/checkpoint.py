@@ -1,0 +1,84 @@
+"""A checkpoint's folder as every service reads it: names, plain JSON files and hashes. No weights, no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.common.errors import StartError
+
+EMBEDDED_MODEL = "SmolLM2-135M-Instruct"
+"""Served when no model is named; `triptych model fetch` brings it into the cache folder."""
+
+
+def cache_dir() -> Path:
+    """$TRIPTYCH_CACHE, else `triptych` under the user's cache folder (XDG Base Directory)."""
+    if explicit := os.environ.get("TRIPTYCH_CACHE"):
+        return Path(explicit)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "triptych"
+
+
+def fetched_path(name: str) -> Path:
+    """Where `triptych model fetch` puts a model of that name."""
+    return cache_dir() / "models" / name
+
+
+def find(model: str) -> Path:
+    """The folder of `model`: a local path, or the name of a fetched model. Raises StartError saying what to do."""
+    for path in (Path(model).expanduser(), fetched_path(model)):
+        if (path / "config.json").is_file():
+            return path.resolve()
+    if Path(model).expanduser().is_dir():
+        raise StartError(
+            f"{model} has no config.json; a checkpoint folder holds that, tokenizer.json and *.safetensors"
+        )
+    raise StartError(
+        f"no model at {model!r}: give --model a checkpoint folder, or fetch a model by name with `triptych model fetch`"
+    )
+
+
+def tokenizer_hash(path: Path) -> str:
+    """SHA-256 of tokenizer.json, hex: equal hashes, equal ids for a text."""
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        raise StartError(f"{path} has no tokenizer.json")
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What config.json and generation_config.json say, apart from the architecture."""
+
+    context_tokens: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    generation: dict[str, Any]
+    """generation_config.json, {} without one."""
+
+
+def read_config(path: Path) -> ModelConfig:
+    """Reads a checkpoint folder. Raises StartError where a needed figure is missing."""
+    config = _json(path / "config.json")
+    generation = _json(path / "generation_config.json") if (path / "generation_config.json").is_file() else {}
+    text = config.get("text_config", config)
+    try:
+        context, vocab = int(text["max_position_embeddings"]), int(text["vocab_size"])
+    except KeyError as error:
+        raise StartError(f"{path / 'config.json'} has no {error.args[0]}") from error
+    eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    return ModelConfig(context, vocab, tuple(sorted(set(ids))), generation)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise StartError(f"cannot read {path}: {error}") from error
+    if not isinstance(value, dict):
+        raise StartError(f"{path} does not hold a JSON object")
+    return value

@@ -1,0 +1,138 @@
+"""One frozen config object a service, from one schema: defaults < YAML file < environment < flags.
+
+The scheduler's `max_num_seqs` is `max_num_seqs:` under `scheduler:` in the file, TRIPTYCH_SCHEDULER__MAX_NUM_SEQS in the
+environment and --max-num-seqs on the command line. The double underscore keeps clear of the variables that Kubernetes
+makes up for a Service (TRIPTYCH_SCHEDULER_PORT). An unknown key is an error in all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NoReturn, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_settings import BaseSettings, CliSettingsSource, EnvSettingsSource, SettingsConfigDict
+
+from services.common.errors import StartError
+
+SERVICES = ("frontend", "scheduler", "executor")
+
+C = TypeVar("C", bound="ServiceConfig")
+
+
+class ServiceConfig(BaseModel):
+    """Fields every service has."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    service: ClassVar[str]
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(0, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    model: str = Field("SmolLM2-135M-Instruct", description="checkpoint folder, or the name of a fetched model")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level logged")
+    drain_s: float = Field(30.0, ge=0, description="seconds that running requests are given after SIGTERM")
+
+
+def load(config_type: type[C], argv: Sequence[str], environ: Mapping[str, str] | None = None) -> C:
+    """Reads all sources. Raises StartError in one line; exits after --help and --print-config."""
+    environ = os.environ if environ is None else environ
+    name = config_type.service
+    parser = argparse.ArgumentParser(prog=f"triptych {name}", allow_abbrev=False)
+    parser.add_argument("--config", metavar="FILE", help="YAML file with one section a service")
+    parser.add_argument("--print-config", action="store_true", help="print each value and its source, and exit")
+    flags, options = _flags(config_type, parser, argv)
+    sources = {
+        "default": {},
+        "file": _file(Path(options.config), name) if options.config else {},
+        "environment": _environment(config_type, environ),
+        "flag": flags,
+    }
+    merged: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for source, values in sources.items():
+        merged.update(values)
+        origin.update(dict.fromkeys(values, source))
+    try:
+        config = config_type.model_validate(merged)
+    except ValidationError as error:
+        raise StartError(_explain(error, origin)) from None
+    if options.print_config:
+        _print(config, origin)
+    return config
+
+
+def _flags(
+    config_type: type[ServiceConfig], parser: argparse.ArgumentParser, argv: Sequence[str]
+) -> tuple[dict[str, Any], argparse.Namespace]:
+    class Settings(BaseSettings, config_type):  # type: ignore[misc, valid-type]
+        model_config = SettingsConfigDict(extra="ignore", protected_namespaces=())
+
+    def parse(parser: argparse.ArgumentParser, args: Sequence[str]) -> argparse.Namespace:
+        parsed = parser.parse_args(args)
+        seen.append(parsed)
+        return parsed
+
+    seen: list[argparse.Namespace] = []
+    source: Any = CliSettingsSource(
+        Settings,
+        root_parser=parser,
+        cli_parse_args=list(argv),
+        cli_kebab_case=True,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+        cli_implicit_flags=True,
+        parse_args_method=parse,
+    )
+    fields = config_type.model_fields
+    return {key: value for key, value in source().items() if key in fields}, seen[-1]
+
+
+def _file(path: Path, name: str) -> dict[str, Any]:
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise StartError(f"cannot read {path}: {error}") from error
+    if not isinstance(document, dict):
+        raise StartError(f"{path} must hold sections: {', '.join(SERVICES)}")
+    if unknown := set(document) - set(SERVICES):
+        raise StartError(f"{path} has unknown sections {sorted(map(str, unknown))}; known: {', '.join(SERVICES)}")
+    section = document.get(name) or {}
+    if not isinstance(section, dict):
+        raise StartError(f"{path}: section {name} must hold keys")
+    return section
+
+
+def _environment(config_type: type[ServiceConfig], environ: Mapping[str, str]) -> dict[str, Any]:
+    class Settings(BaseSettings, config_type):  # type: ignore[misc, valid-type]
+        model_config = SettingsConfigDict(extra="ignore", protected_namespaces=())
+
+    prefix = f"TRIPTYCH_{config_type.service.upper()}__"
+    names = {f"{prefix}{field.upper()}": field for field in config_type.model_fields}
+    mine = {key: value for key, value in environ.items() if key.startswith(prefix)}
+    if unknown := sorted(set(mine) - set(names)):
+        raise StartError(f"unknown environment variable {unknown[0]}; see `triptych {config_type.service} --help`")
+    source = EnvSettingsSource(Settings, env_prefix=prefix, case_sensitive=False)
+    source.env_vars = {key.lower(): value for key, value in mine.items()}
+    return dict(source())
+
+
+def _explain(error: ValidationError, origin: Mapping[str, str]) -> str:
+    lines = []
+    for item in error.errors():
+        key = str(item["loc"][0]) if item["loc"] else "config"
+        where = f" (from {origin[key]})" if key in origin else ""
+        value = "" if item["type"] in ("extra_forbidden", "missing") else f", not {item['input']!r}"
+        lines.append(f"{key}{where}: {item['msg']}{value}")
+    return "; ".join(lines)
+
+
+def _print(config: ServiceConfig, origin: Mapping[str, str]) -> NoReturn:
+    for key, value in config.model_dump(mode="json").items():
+        rendered = yaml.safe_dump(value, default_flow_style=True).removesuffix("\n").removesuffix("...").strip()
+        print(f"{key}: {rendered}  # {origin.get(key, 'default')}")
+    sys.exit(0)

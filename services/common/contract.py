@@ -1,0 +1,48 @@
+"""Doors of the contracts: what a message holds beyond what is served is refused with UNIMPLEMENTED, never ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from services.common.errors import unserved
+
+PROTOCOL_VERSION = 1
+"""The version of the two internal contracts that this code speaks; the hellos carry a range."""
+
+
+class Door:
+    """The fields served, by message type; every other field that is set is refused by its path.
+
+    `served` maps a message's full name ("triptych.inference.v1.Options") to its served field names. A message type that
+    is not named serves no field, so a field added to a contract is refused until its issue serves it here.
+    """
+
+    def __init__(self, served: Mapping[str, frozenset[str]]) -> None:
+        self._served = served
+
+    def check(self, message: Message, path: str = "") -> None:
+        """Raises RequestError(UNIMPLEMENTED) naming the first field that is set and not served, or not known."""
+        known = self._served.get(message.DESCRIPTOR.full_name, frozenset())
+        for field, value in message.ListFields():
+            where = f"{path}.{field.name}" if path else field.name
+            if field.name not in known:
+                raise unserved(where)
+            if field.message_type is None or field.message_type.GetOptions().map_entry:
+                continue
+            if field.is_repeated:
+                for i, item in enumerate(value):
+                    self.check(item, f"{where}[{i}]")
+            else:
+                self.check(value, where)
+        self._refuse_unknown(message, path)
+
+    @staticmethod
+    def _refuse_unknown(message: Message, path: str) -> None:
+        unknown = UnknownFieldSet(message)
+        if len(unknown):
+            number = unknown[0].field_number
+            where = f"{path}.{number}" if path else str(number)
+            raise unserved(where, f"is a field number that {message.DESCRIPTOR.full_name} does not have here")

@@ -1,0 +1,177 @@
+"""Errors a caller sees, and their one translation to google.rpc.Status (https://google.aip.dev/193)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+DOMAIN = "triptych"
+STATUS_DETAILS_KEY = "grpc-status-details-bin"
+
+log = logging.getLogger(__name__)
+
+
+class StartError(Exception):
+    """The process cannot serve; its message is one line for the operator, without a traceback."""
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One field at fault: its path in the request ("options.stop[1]") and what is wrong with it."""
+
+    field: str
+    description: str
+
+
+class RequestError(Exception):
+    """A request that ends with a status other than OK.
+
+    `reason` is ErrorInfo.reason (UPPER_SNAKE_CASE, stable for programs); `message` is for people, names the thing, the
+    value, the limit and what to do, and never holds prompt text. `retry_after_s` says when another try is worth while.
+    """
+
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        reason: str,
+        message: str,
+        *,
+        violations: tuple[Violation, ...] = (),
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.reason = reason
+        self.message = message
+        self.violations = violations
+        self.retry_after_s = retry_after_s
+
+    @property
+    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
+        """The rich status, as gRPC carries it."""
+        return ((STATUS_DETAILS_KEY, to_status(self).SerializeToString()),)
+
+
+def invalid(field: str, description: str, reason: str = "INVALID_FIELD") -> RequestError:
+    """INVALID_ARGUMENT for one field; the message is "field: description"."""
+    return RequestError(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        reason,
+        f"{field}: {description}",
+        violations=(Violation(field, description),),
+    )
+
+
+def unserved(field: str, description: str = "is not served yet") -> RequestError:
+    """UNIMPLEMENTED for a field, or a value of it, that the contract names and this version does not serve."""
+    return RequestError(
+        grpc.StatusCode.UNIMPLEMENTED,
+        "FIELD_NOT_SERVED",
+        f"{field} {description}",
+        violations=(Violation(field, description),),
+    )
+
+
+def unavailable(reason: str, message: str, retry_after_s: float = 1.0) -> RequestError:
+    """UNAVAILABLE: nothing is wrong with the request; it may succeed later or elsewhere."""
+    return RequestError(grpc.StatusCode.UNAVAILABLE, reason, message, retry_after_s=retry_after_s)
+
+
+def to_status(error: RequestError) -> status_pb2.Status:
+    """google.rpc.Status with ErrorInfo, and BadRequest or RetryInfo where they apply."""
+    details: list[Any] = [error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)]
+    if error.violations:
+        bad = error_details_pb2.BadRequest()
+        for violation in error.violations:
+            bad.field_violations.add(field=violation.field, description=violation.description)
+        details.append(bad)
+    if error.retry_after_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(round(error.retry_after_s * 1000))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    status = status_pb2.Status(code=error.code.value[0], message=error.message)
+    for detail in details:
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns RequestError into its status, and any other exception into INTERNAL with one log line and no details."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        method = handler_call_details.method
+        kwargs = {
+            "request_deserializer": handler.request_deserializer,
+            "response_serializer": handler.response_serializer,
+        }
+        if handler.response_streaming:
+            behaviour = handler.stream_stream if handler.request_streaming else handler.unary_stream
+            make = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_stream_rpc_method_handler
+            )
+            return make(_guarded_stream(behaviour, method), **kwargs)
+        behaviour = handler.stream_unary if handler.request_streaming else handler.unary_unary
+        make_unary = (
+            grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
+        )
+        return make_unary(_guarded_unary(behaviour, method), **kwargs)
+
+
+def _guarded_stream(behaviour: Any, method: str) -> Any:
+    async def guarded(request: Any, context: Any) -> Any:
+        try:
+            async for response in behaviour(request, context):
+                yield response
+        except RequestError as error:
+            await abort(context, error)
+        except grpc.aio.AbortError:
+            raise
+        except Exception:
+            await _abort_internal(context, method)
+
+    return guarded
+
+
+def _guarded_unary(behaviour: Any, method: str) -> Any:
+    async def guarded(request: Any, context: Any) -> Any:
+        try:
+            return await behaviour(request, context)
+        except RequestError as error:
+            await abort(context, error)
+        except grpc.aio.AbortError:
+            raise
+        except Exception:
+            await _abort_internal(context, method)
+
+    return guarded
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: RequestError) -> NoReturn:
+    """Ends the call with the error's status and details."""
+    await context.abort(error.code, error.message, error.trailing_metadata)
+    raise AssertionError("abort returned")
+
+
+async def _abort_internal(context: grpc.aio.ServicerContext[Any, Any], method: str) -> NoReturn:
+    log.exception("%s failed", method)
+    await abort(
+        context,
+        RequestError(grpc.StatusCode.INTERNAL, "INTERNAL", "internal error; the server's log holds the details"),
+    )

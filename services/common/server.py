@@ -1,0 +1,105 @@
+"""A gRPC server and its process: options, the listener, reflection, health, and a drain on SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+from grpc_reflection.v1alpha import reflection
+
+from services.common.errors import ErrorInterceptor, StartError
+from services.common.health import Health
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+"""Of the internal streams, both ways. A 1M-token prompt is 4 MB."""
+
+_KEEPALIVE_PERMITTED = [
+    # A client may ping as often as every 5 s, with or without calls, and gets no GOAWAY for it.
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),
+]
+
+
+def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, Any]]:
+    """Options of every Triptych server."""
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.so_reuseport", 0),  # a port in use is an error, not a second listener
+        *_KEEPALIVE_PERMITTED,
+    ]
+
+
+def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, Any]]:
+    """Options of every channel between Triptych's services. A dead peer is noticed by keepalive within 15 s."""
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+    ]
+
+
+class Server:
+    """One listener with health and reflection; servicers are added to `grpc` before `start`."""
+
+    def __init__(self, host: str, port: int, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self.grpc = grpc.aio.server(interceptors=[ErrorInterceptor()], options=server_options(max_message_bytes))
+        self.health = Health()
+        self.health.add_to(self.grpc)
+        self._address = f"{host}:{port}" if ":" not in host else f"[{host}]:{port}"
+        self.port = port
+
+    async def start(self, services: Sequence[str]) -> None:
+        """Listens. `services` are full names for reflection. Raises StartError when the address cannot be bound."""
+        names = (*services, Health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self.grpc)
+        try:
+            self.port = self.grpc.add_insecure_port(self._address)
+        except RuntimeError as error:
+            raise StartError(
+                f"cannot listen on {self._address}: is the port in use? Choose another with --port"
+            ) from error
+        await self.grpc.start()
+        await self.health.set_live(True)
+
+    async def run(self, drain: Callable[[], Awaitable[None]], *, drain_s: float) -> None:
+        """Serves until SIGTERM or SIGINT, then drains.
+
+        Draining: not ready at once; `drain` returns when no work is left, and is given `drain_s` seconds; then what is
+        still open is cut. A second signal cuts at once.
+        """
+        loop = asyncio.get_running_loop()
+        stop, cut = asyncio.Event(), asyncio.Event()
+
+        def on_signal() -> None:
+            (cut if stop.is_set() else stop).set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal)
+        await stop.wait()
+        log.info("draining for up to %g s", drain_s)
+        await self.health.set_ready(False)
+        await self.health.set_generate(False)
+        waits = [asyncio.ensure_future(drain()), asyncio.ensure_future(cut.wait())]
+        await asyncio.wait(waits, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Closes the listener and cuts what is open."""
+        await self.health.set_live(False)
+        await self.grpc.stop(grace=0.2)
+        log.info("stopped")
