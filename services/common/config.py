@@ -1,7 +1,7 @@
 """One frozen config object a service, from one schema: defaults < YAML file < environment < flags.
 
-The scheduler's `max_num_seqs` is `max_num_seqs:` under `scheduler:` in the file, TRIPTYCH_SCHEDULER__MAX_NUM_SEQS in the
-environment and --max-num-seqs on the command line. The double underscore keeps clear of the variables that Kubernetes
+The scheduler's `max_num_seqs` is `max_num_seqs:` under `scheduler:` in the file, TRIPTYCH_SCHEDULER__MAX_NUM_SEQS in
+the environment, --max-num-seqs on the command line. The double underscore keeps clear of the variables that Kubernetes
 makes up for a Service (TRIPTYCH_SCHEDULER_PORT). An unknown key is an error in all of them.
 """
 
