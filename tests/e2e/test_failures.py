@@ -1,0 +1,93 @@
+"""Parts that die, and what clients see: never an OK stream that is cut short."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests.support.calls import Answer, by_ids, generate, greedy
+from tests.support.cluster import Cluster, health, running
+
+ENDLESS = by_ids([3, 4, 5, 6], greedy(max_tokens=1000, ignore_eos=True))
+
+
+@pytest.fixture
+def cluster(tiny: Path, tmp_path: Path) -> Iterator[Cluster]:
+    with running(tiny, tmp_path) as cluster:
+        yield cluster
+
+
+async def status_after(cluster: Cluster, kill) -> tuple[grpc.StatusCode, Answer]:
+    """Starts an endless stream, kills once the first id is there, and returns how the stream ended."""
+    answer = Answer()
+    async with grpc.aio.insecure_channel(cluster.address) as channel:
+        from triptych.inference.v1 import inference_pb2_grpc
+
+        call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(ENDLESS, timeout=60)
+        try:
+            async for message in call:
+                answer.messages.append(message)
+                if len(answer.ids) == 1 or (answer.ids and kill):
+                    kill()
+                    kill = lambda: None  # noqa: E731
+        except grpc.aio.AioRpcError as error:
+            return error.code(), answer
+    return grpc.StatusCode.OK, answer
+
+
+def test_G1_a_killed_executor_ends_streams_unavailable_and_a_new_one_serves(cluster: Cluster) -> None:
+    code, answer = asyncio.run(status_after(cluster, lambda: cluster.kill("executor")))
+    assert code is grpc.StatusCode.UNAVAILABLE
+    assert answer.finishes == []
+    cluster.wait_generate(False, timeout_s=15)
+    assert health(cluster.ports["frontend"], "readiness") == "SERVING"
+    assert health(cluster.ports["scheduler"], "readiness") == "SERVING"
+    cluster.processes["executor"].wait(5)
+    cluster.start_one("executor")
+    cluster.wait_generate(True, timeout_s=60)
+    assert len(asyncio.run(one(cluster)).ids) == 4
+
+
+def test_G1_a_killed_scheduler_ends_streams_unavailable_and_a_new_one_serves(cluster: Cluster) -> None:
+    code, answer = asyncio.run(status_after(cluster, lambda: cluster.kill("scheduler")))
+    assert code is grpc.StatusCode.UNAVAILABLE
+    assert answer.finishes == []
+    cluster.processes["scheduler"].wait(5)
+    cluster.wait_generate(False, timeout_s=15)
+    cluster.start_one("scheduler")
+    cluster.wait_generate(True, timeout_s=60)
+    assert len(asyncio.run(one(cluster)).ids) == 4
+
+
+@pytest.mark.parametrize("name", ["frontend", "scheduler", "executor"])
+def test_sigterm_ends_each_service_cleanly(cluster: Cluster, name: str) -> None:
+    cluster.kill(name, signal.SIGTERM)
+    assert cluster.processes[name].wait(15) == 0
+    assert "Traceback" not in cluster.log(name)
+
+
+def test_sigterm_lets_a_running_stream_finish(cluster: Cluster) -> None:
+    async def drained() -> Answer:
+        async with grpc.aio.insecure_channel(cluster.address) as channel:
+            task = asyncio.ensure_future(
+                generate(channel, by_ids([7, 8, 9], greedy(max_tokens=600, ignore_eos=True)), timeout_s=60)
+            )
+            await asyncio.sleep(0.3)
+            assert not task.done()
+            cluster.kill("frontend", signal.SIGTERM)
+            return await task
+
+    answer = asyncio.run(drained())
+    assert answer.reason == "LENGTH"
+    assert len(answer.ids) == 600
+    assert cluster.processes["frontend"].wait(15) == 0
+
+
+async def one(cluster: Cluster) -> Answer:
+    async with grpc.aio.insecure_channel(cluster.address) as channel:
+        return await generate(channel, by_ids([3, 4, 5], greedy(max_tokens=4, ignore_eos=True)), timeout_s=30)
