@@ -1,0 +1,45 @@
+"""Async Python client of Triptych's public gRPC API.
+
+async with Client("127.0.0.1:50051") as client:
+    async for delta in client.chat("Why is the sky blue?", max_tokens=64):
+        print(delta.text, end="", flush=True)
+"""
+
+from triptych_client.client import DEFAULT_ADDRESS, Client
+from triptych_client.errors import TriptychError, Violation
+from triptych_client.messages import Message
+from triptych_client.options import OptionArgs, SamplingArgs
+from triptych_client.results import (
+    Completion,
+    Delta,
+    Finish,
+    FinishReason,
+    Model,
+    PositionLogprobs,
+    PromptInfo,
+    TokenLogprob,
+    ToolCall,
+    Usage,
+)
+from triptych_client.stream import Stream
+
+__all__ = [
+    "DEFAULT_ADDRESS",
+    "Client",
+    "Completion",
+    "Delta",
+    "Finish",
+    "FinishReason",
+    "Message",
+    "Model",
+    "OptionArgs",
+    "PositionLogprobs",
+    "PromptInfo",
+    "SamplingArgs",
+    "Stream",
+    "TokenLogprob",
+    "ToolCall",
+    "TriptychError",
+    "Usage",
+    "Violation",
+]
