@@ -11,8 +11,9 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NoReturn, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -38,8 +39,28 @@ class ServiceConfig(BaseModel):
     drain_s: float = Field(30.0, ge=0, description="seconds that running requests are given after SIGTERM")
 
 
+@dataclass(frozen=True)
+class Resolved(Generic[C]):
+    """A config, and for each key that is not at its default where its value came from (file, environment, flag)."""
+
+    config: C
+    origin: Mapping[str, str]
+
+    def lines(self) -> list[str]:
+        """One "key: value  # source" a field, as YAML."""
+        return [
+            f"{key}: {_yaml(value)}  # {self.origin.get(key, 'default')}"
+            for key, value in self.config.model_dump(mode="json").items()
+        ]
+
+
 def load(config_type: type[C], argv: Sequence[str], environ: Mapping[str, str] | None = None) -> C:
     """Reads all sources. Raises StartError in one line; exits after --help and --print-config."""
+    return resolve(config_type, argv, environ).config
+
+
+def resolve(config_type: type[C], argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Resolved[C]:
+    """The same, with each value's source."""
     environ = os.environ if environ is None else environ
     name = config_type.service
     parser = argparse.ArgumentParser(prog=f"triptych {name}", allow_abbrev=False)
@@ -61,9 +82,11 @@ def load(config_type: type[C], argv: Sequence[str], environ: Mapping[str, str] |
         config = config_type.model_validate(merged)
     except ValidationError as error:
         raise StartError(_explain(error, origin)) from None
+    resolved = Resolved(config, origin)
     if options.print_config:
-        _print(config, origin)
-    return config
+        print("\n".join(resolved.lines()))
+        sys.exit(0)
+    return resolved
 
 
 def _flags(
@@ -131,8 +154,5 @@ def _explain(error: ValidationError, origin: Mapping[str, str]) -> str:
     return "; ".join(lines)
 
 
-def _print(config: ServiceConfig, origin: Mapping[str, str]) -> NoReturn:
-    for key, value in config.model_dump(mode="json").items():
-        rendered = yaml.safe_dump(value, default_flow_style=True).removesuffix("\n").removesuffix("...").strip()
-        print(f"{key}: {rendered}  # {origin.get(key, 'default')}")
-    sys.exit(0)
+def _yaml(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, width=1_000_000).removesuffix("\n").removesuffix("...").strip()

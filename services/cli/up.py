@@ -1,0 +1,134 @@
+"""`triptych up`: the three services on this machine under one supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from services.cli import up_plan
+from services.cli.ask import Shown, client, for_people, show
+from services.cli.model import fetch_if_wanted
+from services.cli.parts import shell_name
+from services.cli.processes import Processes, ending
+from services.cli.readiness import wait_ready
+from services.cli.up_plan import Plan
+from services.common.errors import StartError
+
+START_ORDER = ("executor", "scheduler", "frontend")
+STOP_ORDER = ("frontend", "scheduler", "executor")  # so that running streams drain
+
+_COLOURS = {"frontend": 36, "scheduler": 33, "executor": 35, "triptych": 32}
+
+
+def run(argv: Sequence[str]) -> int:
+    """Serves until SIGINT, SIGTERM or SIGHUP (exit code 0), or until one of the three ends by itself (1)."""
+    plan = up_plan.read(argv)
+    for model in plan.models:
+        fetch_if_wanted(model)
+    return asyncio.run(_supervise(plan))
+
+
+async def _supervise(plan: Plan) -> int:
+    processes = Processes(_show)
+    stop = _on_signals(processes)
+    try:
+        for name in START_ORDER:
+            await processes.start(plan.commands[name])
+        return await _serve(plan, processes, stop)
+    finally:
+        _say("stopping")
+        await processes.stop(STOP_ORDER)
+
+
+async def _serve(plan: Plan, processes: Processes, stop: asyncio.Event) -> int:
+    stopped = asyncio.create_task(stop.wait())
+    died = asyncio.create_task(processes.first_exit())
+    work = asyncio.create_task(_begin(plan))
+    ends: set[asyncio.Task[object]] = {stopped, died}  # type: ignore[arg-type]
+    try:
+        await asyncio.wait({*ends, work}, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            work.result()
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        for task in ends:
+            task.cancel()
+    if stop.is_set():
+        return 0
+    name, code = died.result()
+    raise StartError(f"the {name} {ending(code)}; its last lines are above")
+
+
+async def _begin(plan: Plan) -> None:
+    """Waits for the engine, says how to call it, and answers --prompt. Raises StartError where that fails."""
+    await wait_ready(plan.addresses, _say)
+    address = plan.addresses["frontend"]
+    if plan.prompt is not None:
+        await _answer(address, plan.prompt)
+    print(examples(address, served=plan.models[0]), flush=True)
+
+
+async def _answer(address: str, prompt: str) -> None:
+    async with client(address) as connection:
+        from triptych_client import TriptychError
+
+        print(f"\n> {prompt}\n", flush=True)
+        try:
+            await show(connection.chat(prompt), Shown())
+        except TriptychError as error:
+            raise for_people(error, address) from None
+
+
+def examples(address: str, served: str) -> str:
+    """How to call a server, for people."""
+    return f"""
+{served} is served on {address}; Ctrl-C ends it. From another terminal:
+
+  {shell_name("triptych")} chat --address {address} "Why is the sky blue?"
+
+  {shell_name("grpcurl")} -plaintext -d '{{"messages": [{{"role": "ROLE_USER", "content": [{{"text": "Hi!"}}]}}]}}' \\
+    {address} triptych.inference.v1.InferenceService/Chat
+
+  {shell_name("python")} - <<'END'
+  import asyncio
+  from triptych_client import Client
+
+  async def main():
+      async with Client("{address}") as client:
+          async for delta in client.chat("Why is the sky blue?", max_tokens=100):
+              print(delta.text, end="", flush=True)
+
+  asyncio.run(main())
+  END
+"""
+
+
+def _on_signals(processes: Processes) -> asyncio.Event:
+    """Set by the first signal; the second one takes the patience out of the stop."""
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            processes.hurry()
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, on_signal)
+    return stop
+
+
+def _say(line: str) -> None:
+    _show("triptych", line)
+
+
+def _show(name: str, line: str) -> None:
+    prefix = f"{name:<9} |"
+    if sys.stderr.isatty() and "NO_COLOR" not in os.environ:
+        prefix = f"\x1b[{_COLOURS[name]}m{prefix}\x1b[0m"
+    print(prefix, line, file=sys.stderr, flush=True)

@@ -1,0 +1,148 @@
+"""What `triptych up` is asked to start: its command line, read into one checked plan."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from services.cli.parts import config_type
+from services.cli.processes import Command
+from services.common.config import SERVICES, Resolved, ServiceConfig, resolve
+from services.common.errors import StartError
+
+STOP_MARGIN_S = 5.0
+"""Over a service's own drain time, before it is killed."""
+
+_PEERS = {"frontend": ("engine", "scheduler"), "scheduler": ("executor", "executor")}
+
+_EPILOG = """Any option of a service is given with its name before it: --scheduler.block-size 16, --executor.threads 2,
+--frontend.log-level debug. The scheduler and the executor take free ports unless they are told one."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Three services, checked: their commands, addresses and models."""
+
+    commands: Mapping[str, Command]
+    addresses: Mapping[str, str]
+    """By service, as reached from this machine."""
+    models: tuple[str, ...]
+    prompt: str | None
+
+
+def read(argv: Sequence[str]) -> Plan:
+    """Raises StartError in one line; exits after --help and --print-config."""
+    own, passed = _split(argv)
+    options = _parser().parse_args(own)
+    flags = {name: [*_common(options), *_of_frontend(options, name), *passed[name]] for name in SERVICES}
+    resolved = {name: resolve(config_type(name), flags[name]) for name in SERVICES}
+    for name, (flag, _) in _PEERS.items():
+        _refuse_peer(name, flag, resolved[name])
+    if options.print_config:
+        _print_config(resolved)
+    ports = {name: _port(resolved[name], keep=name == "frontend") for name in SERVICES}
+    hosts = {name: _reachable(resolved[name].config.host) for name in SERVICES}
+    addresses = {name: f"{hosts[name]}:{ports[name]}" for name in SERVICES}
+    for name in SERVICES:
+        flags[name] += ["--port", str(ports[name])]
+        if name in _PEERS:
+            flag, peer = _PEERS[name]
+            flags[name] += [f"--{flag}", addresses[peer]]
+    commands = {
+        name: Command(name, tuple(flags[name]), resolved[name].config.drain_s + STOP_MARGIN_S) for name in SERVICES
+    }
+    models = tuple(dict.fromkeys(resolved[name].config.model for name in SERVICES))
+    return Plan(commands, addresses, models, options.prompt)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="triptych up",
+        description="Starts frontend, scheduler and executor on this machine; Ctrl-C ends all three.",
+        epilog=_EPILOG,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--model", help="checkpoint folder, or the name of a fetched model; by default the embedded one"
+    )
+    parser.add_argument("--host", help="address the frontend listens on (127.0.0.1)")
+    parser.add_argument("--port", type=int, help="port the frontend listens on (50051)")
+    parser.add_argument("--config", metavar="FILE", help="YAML file with one section a service")
+    parser.add_argument("--prompt", metavar="TEXT", help="answer this once the engine is ready, and serve on")
+    parser.add_argument("--print-config", action="store_true", help="print all values and their sources, and exit")
+    return parser
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """Takes --service.flag and the values that follow it out of the command line."""
+    own: list[str] = []
+    passed: dict[str, list[str]] = {name: [] for name in SERVICES}
+    target = own
+    for token in argv:
+        if token.startswith("--") or token == "-h":
+            target, token = _addressee(token, own, passed)
+        target.append(token)
+    return own, passed
+
+
+def _addressee(token: str, own: list[str], passed: dict[str, list[str]]) -> tuple[list[str], str]:
+    service, dot, flag = token.removeprefix("--").partition(".")
+    if not dot or "=" in service:
+        return own, token
+    if service not in passed:
+        raise StartError(f"{token}: no service {service!r}; services: {', '.join(SERVICES)}")
+    return passed[service], f"--{flag}"
+
+
+def _common(options: argparse.Namespace) -> list[str]:
+    flags = []
+    for name in ("model", "config"):
+        if (value := getattr(options, name)) is not None:
+            flags += [f"--{name}", value]
+    return flags
+
+
+def _of_frontend(options: argparse.Namespace, name: str) -> list[str]:
+    if name != "frontend":
+        return []
+    given = {"host": options.host, "port": options.port}
+    return [part for key, value in given.items() if value is not None for part in (f"--{key}", str(value))]
+
+
+def _refuse_peer(name: str, flag: str, resolved: Resolved[ServiceConfig]) -> None:
+    if resolved.origin.get(flag) in ("flag", "file"):
+        raise StartError(
+            f"--{name}.{flag}: `triptych up` starts that service itself; leave it out, or run the three by hand"
+        )
+
+
+def _print_config(resolved: Mapping[str, Resolved[ServiceConfig]]) -> None:
+    for name, part in resolved.items():
+        print(f"{name}:")
+        print("\n".join(f"  {line}" for line in part.lines()))
+    raise SystemExit(0)
+
+
+def _port(resolved: Resolved[ServiceConfig], *, keep: bool) -> int:
+    """The port to use: the configured one where it was chosen (or is the frontend's), else a free one."""
+    config = resolved.config
+    wanted = config.port if keep or "port" in resolved.origin else 0
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.host, wanted))
+        except OSError as error:
+            raise StartError(
+                f"the {config.service} cannot listen on {config.host}:{wanted}: {error.strerror}; choose another with "
+                + ("--port" if keep else f"--{config.service}.port")
+            ) from error
+        return int(probe.getsockname()[1])
+
+
+def _reachable(host: str) -> str:
+    """A listener on every address is reached on loopback."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host
