@@ -1,0 +1,107 @@
+"""How one request's ids are drawn, taken from its NewRequest."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from triptych.executor.v1 import executor_pb2
+
+GREEDY_BELOW = 1e-3
+"""A temperature below this means the likeliest id."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """One request's, resolved: nothing unset. Ranges are those of generation.proto's Sampling."""
+
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    """uint64, the choice's own"""
+    min_tokens: int = 0
+    stop_ids: tuple[int, ...] = ()
+    """not drawn before output position `min_tokens`"""
+    logprobs: bool = False
+    """report the drawn id's own log-probability and rank"""
+
+    @classmethod
+    def from_proto(cls, request: executor_pb2.NewRequest) -> SamplingParams:
+        """What the request says; a field that the frontend left unset is off (temperature 1)."""
+        sampling = request.sampling
+        given = {
+            name: getattr(sampling, name)
+            for name in (
+                "temperature",
+                "top_k",
+                "top_p",
+                "min_p",
+                "repetition_penalty",
+                "presence_penalty",
+                "frequency_penalty",
+            )
+            if sampling.HasField(name)
+        }
+        return cls(
+            **given,
+            logit_bias=tuple(sorted(sampling.logit_bias.items())),
+            seed=request.seed,
+            min_tokens=request.min_tokens,
+            stop_ids=tuple(np.frombuffer(request.stop_ids, dtype="<u4").tolist()),
+            logprobs=request.HasField("logprobs"),
+        )
+
+    def check(self, vocab_size: int) -> None:
+        """Raises ValueError naming the first field that is out of its range."""
+        for name, value, low, high in (
+            ("temperature", self.temperature, 0.0, 100.0),
+            ("min_p", self.min_p, 0.0, 1.0),
+            ("presence_penalty", self.presence_penalty, -2.0, 2.0),
+            ("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
+        ):
+            if not low <= value <= high:
+                raise ValueError(f"{name} is {value:g}, not in [{low:g}, {high:g}]")
+        for name, value, high in (
+            ("top_p", self.top_p, 1.0),
+            ("repetition_penalty", self.repetition_penalty, 10.0),
+        ):
+            if not 0.0 < value <= high:
+                raise ValueError(f"{name} is {value:g}, not in (0, {high:g}]")
+        if self.top_k < -1:
+            raise ValueError(f"top_k is {self.top_k}; -1 and 0 mean off, else it is 1 or more")
+        for name, ids in (("logit_bias", [i for i, _ in self.logit_bias]), ("stop_ids", self.stop_ids)):
+            for token in ids:
+                if not 0 <= token < vocab_size:
+                    raise ValueError(f"{name} holds id {token}, the vocabulary has {vocab_size}")
+        for token, bias in self.logit_bias:
+            if not (-100.0 <= bias <= 100.0 or bias == -math.inf):
+                raise ValueError(f"logit_bias of id {token} is {bias:g}, neither in [-100, 100] nor -inf")
+
+    @property
+    def is_greedy(self) -> bool:
+        """The likeliest id is taken, without noise."""
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def penalizes(self) -> bool:
+        """Ids that were there before change their logits."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def filters(self, vocab_size: int) -> bool:
+        """Some ids are cut off after temperature."""
+        return 0 < self.top_k < vocab_size or self.top_p < 1.0 or self.min_p > 0.0
+
+    def bans_at(self, position: int) -> tuple[int, ...]:
+        """Ids that may not be drawn at an output position."""
+        return self.stop_ids if position < self.min_tokens else ()
+
+    def adjusts_at(self, position: int) -> bool:
+        """Logits are changed at an output position, temperature aside."""
+        return bool(self.logit_bias) or self.penalizes or bool(self.bans_at(position))
