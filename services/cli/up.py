@@ -47,7 +47,7 @@ async def _serve(plan: Plan, processes: Processes, stop: asyncio.Event) -> int:
     stopped = asyncio.create_task(stop.wait())
     died = asyncio.create_task(processes.first_exit())
     work = asyncio.create_task(_begin(plan))
-    ends: set[asyncio.Task[object]] = {stopped, died}  # type: ignore[arg-type]
+    ends: set[asyncio.Task[object]] = {stopped, died}
     try:
         await asyncio.wait({*ends, work}, return_when=asyncio.FIRST_COMPLETED)
         if work.done():

@@ -112,16 +112,20 @@ def _of_frontend(options: argparse.Namespace, name: str) -> list[str]:
 
 
 def _refuse_peer(name: str, flag: str, resolved: Resolved[ServiceConfig]) -> None:
-    if resolved.origin.get(flag) in ("flag", "file"):
+    if flag in resolved.origin:
         raise StartError(
-            f"--{name}.{flag}: `triptych up` starts that service itself; leave it out, or run the three by hand"
+            f"{name}.{flag} (from {resolved.origin[flag]}): `triptych up` starts that service itself; leave it out, or "
+            "run the three by hand"
         )
 
 
 def _print_config(resolved: Mapping[str, Resolved[ServiceConfig]]) -> None:
+    """As a file that --config takes; the peers' addresses are comments, since `up` chooses them."""
     for name, part in resolved.items():
         print(f"{name}:")
-        print("\n".join(f"  {line}" for line in part.lines()))
+        peer, _ = _PEERS.get(name, ("", ""))
+        for line in part.lines():
+            print(f"  # {peer}: chosen at start" if peer and line.startswith(f"{peer}:") else f"  {line}")
     raise SystemExit(0)
 
 

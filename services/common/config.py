@@ -81,7 +81,7 @@ def resolve(config_type: type[C], argv: Sequence[str], environ: Mapping[str, str
     try:
         config = config_type.model_validate(merged)
     except ValidationError as error:
-        raise StartError(_explain(error, origin)) from None
+        raise StartError(f"{name}: {_explain(error, origin)}") from None
     resolved = Resolved(config, origin)
     if options.print_config:
         print("\n".join(resolved.lines()))
@@ -155,4 +155,6 @@ def _explain(error: ValidationError, origin: Mapping[str, str]) -> str:
 
 
 def _yaml(value: Any) -> str:
-    return yaml.safe_dump(value, default_flow_style=True, width=1_000_000).removesuffix("\n").removesuffix("...").strip()
+    return (
+        yaml.safe_dump(value, default_flow_style=True, width=1_000_000).removesuffix("\n").removesuffix("...").strip()
+    )

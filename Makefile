@@ -1,0 +1,71 @@
+# Triptych's tasks; `make` alone lists them. Variables: PYTHON (3.11 or newer, to make .venv with), TORCH_INDEX (package
+# index that torch is taken from), PROMPT and ARGS (of `make run`).
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+STAMP := $(VENV)/.installed
+
+PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+
+PROMPT ?= Why is the sky blue?
+override PROMPT := $(value PROMPT)# so that a dollar sign in a question stays one
+export PROMPT
+
+.DEFAULT_GOAL := help
+.PHONY: help install model run test test-slow test-tools lint bench gpu-check clean
+
+help: ## list the tasks
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## make .venv with everything, at the versions of constraints.txt
+
+$(STAMP): pyproject.toml constraints.txt proto/pyproject.toml proto/hatch_build.py clients/python/pyproject.toml \
+		$(wildcard proto/triptych/*/v1/*.proto)
+	@test -n "$(PYTHON)" || { echo "make: Python 3.11 or newer is needed; name one with PYTHON=..." >&2; exit 1; }
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(if $(TORCH_INDEX),$(PIP) install -c constraints.txt --index-url "$(TORCH_INDEX)" torch)
+	$(PIP) install -c constraints.txt -e ./proto -e clients/python -e ".[dev]"
+	@touch $@
+
+model: install ## fetch the embedded model, SmolLM2-135M-Instruct, into the cache
+	$(BIN)/triptych model fetch
+
+run: model ## serve the embedded model, answer PROMPT="...", serve on until Ctrl-C
+	@exec $(BIN)/triptych up --prompt "$$PROMPT" $(ARGS)
+
+test: lint model ## lint, and all tests but the slow ones
+	$(BIN)/pytest -m "not slow" --case-table
+
+test-slow: lint model test-tools ## lint, and all tests
+	$(BIN)/pytest --case-table
+
+test-tools: ## install what the slow tests of the Node and Go examples need (Debian, as root)
+	@missing=; for tool in node npm go protoc protoc-gen-go protoc-gen-go-grpc; do \
+		command -v $$tool >/dev/null || missing="$$missing $$tool"; done; \
+	test -z "$$missing" && exit 0; \
+	echo "missing:$$missing; installing them with apt-get"; \
+	apt-get update -q && apt-get install -qy --no-install-recommends golang-go golang-google-grpc-dev \
+		protobuf-compiler protoc-gen-go protoc-gen-go-grpc $$(command -v npm >/dev/null || echo nodejs npm)
+
+lint: install ## ruff, mypy, import-linter, buf lint, buf breaking
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	cd proto && ../$(BIN)/buf lint && ../$(BIN)/buf breaking --against image.binpb
+
+bench: model ## run every benchmark
+	@found=; for file in loadtest/bench_*.py; do \
+		test -e "$$file" || continue; \
+		found=1; echo "== $$file"; $(BIN)/python -m "loadtest.$$(basename "$$file" .py)" || exit; \
+	done; test -n "$$found" || echo "there is no benchmark yet"
+
+gpu-check: ## check the kernels on a GPU (none yet)
+	@echo "nothing to check: the CUDA kernels are not written yet, the executor serves --device cpu alone" >&2; exit 1
+
+clean: ## remove .venv, generated stubs and caches; fetched models stay
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis clients/node/node_modules
+	find proto/triptych -name '*_pb2*.py*' -delete
+	find services kernels loadtest tests proto clients -name __pycache__ -type d -prune -exec rm -rf {} +
