@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -135,6 +136,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _guarded_stream(behaviour: Any, method: str) -> Any:
+    if not inspect.isasyncgenfunction(behaviour):  # a coroutine that writes by itself, as the stock Watch does
+        return _guarded_unary(behaviour, method)
+
     async def guarded(request: Any, context: Any) -> Any:
         try:
             async for response in behaviour(request, context):
