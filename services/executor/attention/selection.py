@@ -1,0 +1,61 @@
+"""Chooses the attention backend: an ordered list, and the reasons of those passed over."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+from services.common.errors import StartError
+from services.executor.attention.contract import AttentionBackend, AttentionStep, Needs
+from services.executor.attention.cpu import CpuBackend
+
+BACKENDS: tuple[AttentionBackend, ...] = (CpuBackend(),)
+"""The best first."""
+
+IMPLEMENTATION = "triptych"
+"""attn_implementation of every model served."""
+
+log = logging.getLogger(__name__)
+
+
+def select(needs: Needs) -> AttentionBackend:
+    """The first backend that serves `needs`. Raises StartError with the whole table when none does."""
+    passed_over: list[str] = []
+    for backend in BACKENDS:
+        reasons = backend.refusals(needs)
+        if not reasons:
+            log.info("attention: %s%s", backend.name, "".join(f"; not {line}" for line in passed_over))
+            return backend
+        passed_over.append(f"{backend.name}: {', '.join(reasons)}")
+    raise StartError(f"no attention backend serves this model here: {'; '.join(passed_over)}")
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    attention_step: AttentionStep,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls a layer: query [1, heads, tokens, head_dim] -> [1, tokens, heads, head_dim]."""
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    out = attention_step.backend.attend(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        attention_step.cache.keys[layer],
+        attention_step.cache.values[layer],
+        attention_step.shape,
+        scaling,
+    )
+    return out[None], None
+
+
+AttentionInterface.register(IMPLEMENTATION, _attend)

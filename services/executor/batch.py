@@ -1,0 +1,225 @@
+"""The persistent batch: what each slot's request is and has, kept between steps so that a plan holds only changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from services.executor.plan import BadPlanError, Int64s, Plan, Settings, Started
+from services.executor.sampler import SampleRow, SamplingParams
+
+
+@dataclass(frozen=True, eq=False)
+class StepInputs:
+    """The flat batch of one step: all rows' tokens one after the other, nothing padded."""
+
+    slots: Int64s
+    """[rows]"""
+    token_ids: Int64s
+    """[tokens]"""
+    positions: Int64s
+    """[tokens]"""
+    query_starts: Int64s
+    """[rows + 1] where a row's tokens begin"""
+    contexts: Int64s
+    """[rows] tokens of a row, this step's included"""
+    sampling_rows: Int64s
+    """[n] rows that reach the end of their slot's ids, and so sample"""
+
+
+@dataclass(eq=False)
+class _Columns:
+    """A number a slot, small enough to be copied whole: a plan is checked on a copy, which then becomes the state."""
+
+    tokens: Int64s
+    """ids known; 0: the slot is not in use"""
+    prompt: Int64s
+    computed: Int64s
+    blocks: Int64s
+    """entries of the block table"""
+
+    @classmethod
+    def empty(cls, slots: int) -> _Columns:
+        return cls(*(np.zeros(slots, np.int64) for _ in range(4)))
+
+    def copy(self) -> _Columns:
+        return _Columns(self.tokens.copy(), self.prompt.copy(), self.computed.copy(), self.blocks.copy())
+
+
+@dataclass(eq=False)
+class PersistentBatch:
+    """Slot columns, ids, block tables and sampling parameters of every request that runs.
+
+    Not thread-safe: the step thread alone touches it. `num_blocks` counts the null block 0, which no request may hold.
+    """
+
+    settings: Settings
+    num_blocks: int
+    vocab_size: int
+    tables: npt.NDArray[np.int32] = field(init=False)
+    """[max_slots, entries] block ids; -1 where there is none"""
+
+    def __post_init__(self) -> None:
+        slots = self.settings.max_slots
+        entries = -(-self.settings.context_tokens // self.settings.block_tokens)
+        self.tables = np.full((slots, entries), -1, np.int32)
+        # One more than the context: the id sampled at its end, which is never computed.
+        self._ids = np.empty((slots, self.settings.context_tokens + 1), np.uint32)
+        self._columns = _Columns.empty(slots)
+        self._sampling: dict[int, SamplingParams] = {}
+
+    def reset(self) -> None:
+        """Forgets every request."""
+        self._columns = _Columns.empty(self.settings.max_slots)
+        self._sampling.clear()
+        self.tables.fill(-1)
+
+    def in_use(self) -> int:
+        """Slots that hold a request."""
+        return int(np.count_nonzero(self._columns.tokens))
+
+    def begin(self, plan: Plan) -> StepInputs:
+        """Applies a plan and returns what its rows compute. Raises BadPlanError before anything has changed."""
+        columns = self._columns.copy()
+        self._check_freed(columns, plan)
+        for started in plan.started:
+            self._check_started(columns, started, plan)
+        self._check_new_blocks(columns, plan)
+        self._check_rows(columns, plan)
+        self._write(plan)
+        self._columns = columns
+        return self._gather(plan)
+
+    def sample_rows(self, inputs: StepInputs) -> list[SampleRow]:
+        """What the sampler sees of the rows that sample, in order."""
+        rows = []
+        for slot in inputs.slots[inputs.sampling_rows].tolist():
+            prompt, tokens = self._columns.prompt[slot], self._columns.tokens[slot]
+            ids = self._ids[slot]
+            rows.append(SampleRow(self._sampling[slot], ids[:prompt], ids[prompt:tokens]))
+        return rows
+
+    def append(self, slots: Int64s, token_ids: Int64s) -> None:
+        """Appends one sampled id to each of `slots`."""
+        self._ids[slots, self._columns.tokens[slots]] = token_ids
+        self._columns.tokens[slots] += 1
+
+    def _check_freed(self, columns: _Columns, plan: Plan) -> None:
+        freed = self._slots(plan.freed_slots, "freed_slots")
+        if idle := freed[columns.tokens[freed] == 0].tolist():
+            raise BadPlanError(f"freed_slots names slot {idle[0]}, which is not in use", (idle[0],))
+        for column in (columns.tokens, columns.prompt, columns.computed, columns.blocks):
+            column[freed] = 0
+
+    def _check_started(self, columns: _Columns, started: Started, plan: Plan) -> None:
+        slot, tokens = started.slot, len(started.token_ids)
+        if slot >= self.settings.max_slots:
+            raise BadPlanError(f"started: slot {slot} is past the {self.settings.max_slots} slots", (slot,))
+        if columns.tokens[slot] or slot in plan.freed_slots:
+            raise BadPlanError(f"started: slot {slot} is in use until the next step", (slot,))
+        if not 1 <= started.prompt_tokens <= tokens <= self.settings.context_tokens:
+            raise BadPlanError(
+                f"started: slot {slot} has {tokens} ids, {started.prompt_tokens} of them prompt;"
+                f" needed: 1 <= prompt <= ids <= {self.settings.context_tokens}",
+                (slot,),
+            )
+        if started.computed_tokens >= tokens:
+            raise BadPlanError(
+                f"started: slot {slot} has computed {started.computed_tokens} of {tokens} tokens", (slot,)
+            )
+        if (top := int(started.token_ids.max())) >= self.vocab_size:
+            raise BadPlanError(f"started: slot {slot} holds id {top}, the vocabulary has {self.vocab_size}", (slot,))
+        try:
+            started.sampling.check(self.vocab_size)
+        except ValueError as error:
+            raise BadPlanError(f"started: slot {slot}: {error}", (slot,)) from error
+        self._check_blocks(started.block_ids, "started.block_ids")
+        if len(started.block_ids) > self.tables.shape[1]:
+            raise BadPlanError(f"started: slot {slot} has more blocks than the context fills", (slot,))
+        columns.tokens[slot], columns.prompt[slot] = tokens, started.prompt_tokens
+        columns.computed[slot], columns.blocks[slot] = started.computed_tokens, len(started.block_ids)
+
+    def _check_new_blocks(self, columns: _Columns, plan: Plan) -> None:
+        slots, blocks = plan.new_blocks[:, 0], plan.new_blocks[:, 1]
+        self._check_blocks(blocks, "new_blocks")
+        if slots.size and slots.max() >= self.settings.max_slots:
+            raise BadPlanError(f"new_blocks: slot {slots.max()} is past the {self.settings.max_slots} slots")
+        if idle := slots[columns.tokens[slots] == 0].tolist():
+            raise BadPlanError(f"new_blocks names slot {idle[0]}, which is not in use", (idle[0],))
+        np.add.at(columns.blocks, slots, 1)
+        if full := np.flatnonzero(columns.blocks > self.tables.shape[1]).tolist():
+            raise BadPlanError(f"new_blocks gives slot {full[0]} more blocks than the context fills", (full[0],))
+
+    def _check_rows(self, columns: _Columns, plan: Plan) -> None:
+        """Checks the rows and moves their computed counts."""
+        slots, counts = self._slots(plan.slots, "slots"), plan.token_counts
+        computed = columns.computed[slots]
+        total = int(counts.sum())
+        if total > self.settings.max_step_tokens:
+            raise BadPlanError(f"the step has {total} tokens, at most {self.settings.max_step_tokens} were agreed")
+        if plan.computed_tokens is not None and plan.computed_tokens != computed.sum():
+            raise BadPlanError(f"computed_tokens is {plan.computed_tokens}, the rows have {computed.sum()} here")
+        wrong = (counts < 1) | (counts > columns.tokens[slots] - computed)
+        if at := slots[wrong].tolist():
+            slot, count = at[0], int(counts[wrong][0])
+            raise BadPlanError(
+                f"slot {slot} cannot compute {count} tokens: it has computed {columns.computed[slot]} of its"
+                f" {columns.tokens[slot]} ids",
+                tuple(at),
+            )
+        after = computed + counts
+        if at := slots[after > self.settings.context_tokens].tolist():
+            raise BadPlanError(
+                f"slot {at[0]} goes past the {self.settings.context_tokens} tokens of context", tuple(at)
+            )
+        if at := slots[after > columns.blocks[slots] * self.settings.block_tokens].tolist():
+            raise BadPlanError(
+                f"slot {at[0]} has {columns.blocks[at[0]]} blocks of {self.settings.block_tokens} tokens, too few",
+                (at[0],),
+            )
+        columns.computed[slots] = after
+
+    def _slots(self, slots: Int64s, what: str) -> Int64s:
+        if slots.size and slots.max() >= self.settings.max_slots:
+            raise BadPlanError(f"{what}: slot {slots.max()} is past the {self.settings.max_slots} slots")
+        if len(np.unique(slots)) != len(slots):
+            raise BadPlanError(f"{what} names a slot twice")
+        return slots
+
+    def _check_blocks(self, blocks: Int64s, what: str) -> None:
+        if wrong := blocks[(blocks < 1) | (blocks >= self.num_blocks)].tolist():
+            raise BadPlanError(f"{what}: block {wrong[0]} is not in [1, {self.num_blocks})")
+
+    def _write(self, plan: Plan) -> None:
+        """Writes ids, tables and parameters; the columns of before still stand, but for the started."""
+        for slot in plan.freed_slots.tolist():
+            del self._sampling[slot]
+            self.tables[slot].fill(-1)
+        filled = self._columns.blocks.copy()
+        for started in plan.started:
+            slot = started.slot
+            self._ids[slot, : len(started.token_ids)] = started.token_ids
+            self.tables[slot, : len(started.block_ids)] = started.block_ids
+            self._sampling[slot] = started.sampling
+            filled[slot] = len(started.block_ids)
+        for slot, block in plan.new_blocks.tolist():
+            self.tables[slot, filled[slot]] = block
+            filled[slot] += 1
+
+    def _gather(self, plan: Plan) -> StepInputs:
+        slots, counts = plan.slots, plan.token_counts
+        contexts = self._columns.computed[slots]
+        starts = np.zeros(len(slots) + 1, np.int64)
+        np.cumsum(counts, out=starts[1:])
+        # Row r's i-th token stands at its computed count before the step plus i.
+        positions = np.arange(starts[-1]) + np.repeat(contexts - counts - starts[:-1], counts)
+        return StepInputs(
+            slots=slots,
+            token_ids=self._ids[np.repeat(slots, counts), positions].astype(np.int64),
+            positions=positions,
+            query_starts=starts,
+            contexts=contexts,
+            sampling_rows=np.flatnonzero(contexts == self._columns.tokens[slots]),
+        )

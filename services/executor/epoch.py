@@ -1,0 +1,175 @@
+"""One Run stream: plans in, results and heartbeats out, and what ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+
+import torch
+from triptych.executor.v1 import executor_pb2 as pb
+
+from services.common.errors import RequestError, invalid
+from services.executor import wire
+from services.executor.executor import Executor
+from services.executor.plan import BadPlanError, Outcome, Plan
+from services.executor.steps import StepThread
+
+HEARTBEAT_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class Epoch:
+    """Holds every slot while it lives; once `closed`, the executor has forgotten them and no step runs.
+
+    Lives on the event loop. What it has to say is read from `events`; `end` may be called from anywhere on the loop.
+    """
+
+    def __init__(self, number: int, executor: Executor, steps: StepThread) -> None:
+        self.number = number
+        self.closed = asyncio.Event()
+        self._executor = executor
+        self._steps = steps
+        self._outbox: asyncio.Queue[pb.RunResponse | None] = asyncio.Queue()
+        self._error: RequestError | None = None
+        self._ended = False
+        self._draining = False
+        self._last_step: int | None = None
+        self._step: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closing: asyncio.Task[None] | None = None
+
+    def start(self, requests: AsyncIterator[pb.RunRequest]) -> None:
+        """Answers Open and begins to serve what follows it."""
+        self._say_heartbeat(None)
+        self._tasks = [asyncio.create_task(self._read(requests)), asyncio.create_task(self._beat())]
+
+    async def events(self) -> AsyncIterator[pb.RunResponse]:
+        """Everything to be sent. Raises the RequestError that ended the stream, if one did."""
+        while (event := await self._outbox.get()) is not None:
+            yield event
+        if self._error is not None:
+            raise self._error
+
+    def end(self, error: RequestError | None = None) -> None:
+        """Ends the stream now; a step in flight runs to its end unheard. Only the first call counts."""
+        if self._ended:
+            return
+        self._ended = True
+        self._error = error
+        self._outbox.put_nowait(None)
+        for task in self._tasks:
+            task.cancel()
+        self._closing = asyncio.create_task(self._close())
+
+    async def drain(self, error: RequestError) -> None:
+        """Ends the stream after the step in flight has been answered; takes no further plan."""
+        self._draining = True
+        if self._step is not None:
+            await asyncio.wait([self._step])
+        self.end(error)
+        await self.closed.wait()
+
+    async def _close(self) -> None:
+        if self._step is not None:
+            await asyncio.wait([self._step])
+        if self._steps.is_alive():
+            await asyncio.wrap_future(self._steps.submit(self._executor.reset))
+        self.closed.set()
+
+    async def _read(self, requests: AsyncIterator[pb.RunRequest]) -> None:
+        try:
+            async for request in requests:
+                received_ns = time.time_ns()
+                kind = request.WhichOneof("command")
+                if kind == "plan":
+                    self._take(request.plan, received_ns)
+                elif kind == "ping":
+                    wire.DOOR.check(request)
+                    self._say_heartbeat(request.ping.sent_unix_ns)
+                elif kind == "open":
+                    raise invalid("open", "comes once, first; start another Run stream for another epoch")
+                else:
+                    wire.DOOR.check(request)
+                    raise invalid("command", "is empty")
+            if self._step is not None:
+                await asyncio.wait([self._step])
+            self.end()
+        except RequestError as error:
+            self.end(error)
+        except Exception as error:
+            # The transport's own error: the caller is gone.
+            log.info("epoch %d: the stream broke: %r", self.number, error)
+            self.end()
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            self._say_heartbeat(None)
+
+    def _say_heartbeat(self, ping_unix_ns: int | None) -> None:
+        beat = pb.Heartbeat(
+            epoch=self.number,
+            sent_unix_ns=time.time_ns(),
+            ping_unix_ns=ping_unix_ns,
+            step=self._last_step or 0,
+            running_ms=self._steps.running_ms(),
+        )
+        self._outbox.put_nowait(pb.RunResponse(heartbeat=beat))
+
+    def _take(self, message: pb.StepPlan, received_ns: int) -> None:
+        """Hands a plan to the step thread, unless it is malformed or too early."""
+        if self._draining or self._ended:
+            return
+        try:
+            if self._step is not None and not self._step.done():
+                raise BadPlanError(
+                    f"a plan came before the result of the last; at most {wire.MAX_IN_FLIGHT} may be in flight"
+                )
+            if self._last_step is not None and message.step != self._last_step + 1:
+                raise BadPlanError(f"step {message.step} follows step {self._last_step}")
+            plan = wire.plan(message)
+        except BadPlanError as error:
+            self._fault(pb.FAULT_KIND_BAD_PLAN, message.step, error)
+            return
+        self._step = asyncio.create_task(self._execute(plan, received_ns))
+
+    async def _execute(self, plan: Plan, received_ns: int) -> None:
+        begun_ns = received_ns
+
+        def work() -> Outcome:
+            nonlocal begun_ns
+            begun_ns = time.time_ns()
+            return self._executor.execute(plan)
+
+        try:
+            outcome = await asyncio.wrap_future(self._steps.submit(work, deadline_s=plan.deadline_s))
+        except BadPlanError as error:
+            self._fault(pb.FAULT_KIND_BAD_PLAN, plan.step, error)
+        except BaseException as error:
+            kind = pb.FAULT_KIND_OUT_OF_MEMORY if _is_out_of_memory(error) else pb.FAULT_KIND_INTERNAL
+            log.error("epoch %d: step %d failed", self.number, plan.step, exc_info=error)
+            self._fault(kind, plan.step, error)
+        else:
+            self._last_step = plan.step
+            wait_us = max(0, begun_ns - received_ns) // 1000
+            self._outbox.put_nowait(pb.RunResponse(result=wire.result(outcome, received_ns, wait_us)))
+
+    def _fault(self, kind: pb.FaultKind.ValueType, step: int, error: BaseException) -> None:
+        """Says what went wrong and ends the stream; the process takes the next one."""
+        slots = b"".join(slot.to_bytes(4, "little") for slot in error.slots) if isinstance(error, BadPlanError) else b""
+        message = str(error) or type(error).__name__
+        log.warning("epoch %d: fault %s in step %d: %s", self.number, pb.FaultKind.Name(kind), step, message)
+        if not self._ended:
+            fault = pb.Fault(kind=kind, step=step, slots=slots, message=message, fatal=False)
+            self._outbox.put_nowait(pb.RunResponse(fault=fault))
+            self.end()
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Python's, torch's, or what torch's CPU allocator raises as a plain RuntimeError."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )

@@ -1,0 +1,195 @@
+"""What one executor process holds over its life: nothing, then a checkpoint, then KV tensors and a batch."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kernels.cpu import paged_attention
+from services.common.errors import StartError
+from services.executor import loader, memory
+from services.executor.attention.contract import Needs
+from services.executor.attention.selection import select
+from services.executor.batch import PersistentBatch, StepInputs
+from services.executor.plan import Int64s, Outcome, Plan, Settings, Started
+from services.executor.runner import ModelRunner
+from services.executor.sampler import Sampled, Sampler
+from services.executor.sampling_params import SamplingParams
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the scheduler is told of a loaded checkpoint."""
+
+    device: str
+    weights_hash: str
+    vocab_size: int
+    block_bytes: int
+    kv_bytes: int
+
+
+class Executor:
+    """Weights, KV tensors and the persistent batch. Every method but the constructor runs on the step thread.
+
+    `threads` compute threads; `kv_memory_bytes` for KV, None for memory.KV_SHARE of what is left.
+    """
+
+    def __init__(self, path: Path, *, threads: int, kv_memory_bytes: int | None = None) -> None:
+        self._path = path
+        self._threads = threads
+        self._kv_memory_bytes = kv_memory_bytes
+        self._checkpoint: loader.Checkpoint | None = None
+        self._settings: Settings | None = None
+        self._facts: Facts | None = None
+        self._runner: ModelRunner | None = None
+        self._batch: PersistentBatch | None = None
+        self._sampler: Sampler | None = None
+        self._num_blocks = 0
+
+    def load(self, settings: Settings, dtype: torch.dtype, weights_hash: str, report: loader.Report) -> Facts:
+        """Loads the checkpoint to serve it by `settings`. Raises StartError, leaving nothing loaded.
+
+        `weights_hash` is what the files must hash to; empty: anything.
+        """
+        torch.set_num_threads(self._threads)
+        paged_attention.set_num_threads(self._threads)
+        checkpoint = loader.load(self._path, dtype, report)
+        if weights_hash and weights_hash != checkpoint.weights_hash:
+            raise StartError(
+                f"the weights of {self._path} hash to {checkpoint.weights_hash}, the scheduler expects {weights_hash};"
+                " give both the same checkpoint"
+            )
+        shape = checkpoint.shape
+        if settings.context_tokens > shape.context_tokens:
+            raise StartError(
+                f"a context of {settings.context_tokens} tokens is asked for, the model holds {shape.context_tokens}"
+            )
+        needs = Needs("cpu", dtype, dtype, shape.heads, shape.kv_heads, shape.head_dim, settings.block_tokens)
+        runner = ModelRunner(checkpoint, select(needs), needs)
+        kv_bytes = memory.kv_budget_bytes(self._kv_memory_bytes, memory.available_bytes())
+        block_bytes = shape.kv_block_bytes(settings.block_tokens, dtype.itemsize)
+        self._checkpoint, self._settings, self._runner = checkpoint, settings, runner
+        self._facts = Facts("cpu", checkpoint.weights_hash, shape.vocab_size, block_bytes, kv_bytes)
+        log.info("loaded %s, weights %s, %d bytes for KV", self._path, checkpoint.weights_hash[:12], kv_bytes)
+        return self._facts
+
+    def allocate(self, num_blocks: int) -> None:
+        """Makes the KV tensors and warms up. The same number again does nothing; raises StartError for another one."""
+        if self._runner is None or self._settings is None or self._facts is None or self._checkpoint is None:
+            raise StartError("no model is loaded; call Load first")
+        if self._num_blocks:
+            if num_blocks != self._num_blocks:
+                raise StartError(f"{self._num_blocks} KV blocks are allocated already, {num_blocks} are asked for")
+            return
+        fits = self._facts.kv_bytes // self._facts.block_bytes
+        if not 2 <= num_blocks <= fits:
+            raise StartError(
+                f"{num_blocks} KV blocks of {self._facts.block_bytes} bytes are asked for; needed are 2 or more (block"
+                f" 0 holds nothing), and {fits} fit into the {self._facts.kv_bytes} bytes for KV"
+            )
+        self._runner.allocate(num_blocks)
+        self._batch = PersistentBatch(self._settings, num_blocks, self._facts.vocab_size)
+        self._sampler = Sampler(self._facts.vocab_size)
+        self._warm_up(self._batch, num_blocks)
+        self._num_blocks = num_blocks
+
+    def execute(self, plan: Plan) -> Outcome:
+        """One step. Raises BadPlanError before anything has changed; after any other error the batch must be reset."""
+        if self._runner is None or self._batch is None or self._sampler is None:
+            raise RuntimeError("execute before allocate")
+        begun = time.perf_counter()
+        inputs = self._batch.begin(plan)
+        if not inputs.slots.size:
+            return _outcome(plan.step, inputs, None, begun, begun)
+        logits = self._runner.forward(inputs, self._batch.tables)
+        computed = time.perf_counter()
+        if not inputs.sampling_rows.size:
+            return _outcome(plan.step, inputs, None, begun, computed)
+        rows = self._batch.sample_rows(inputs)
+        sampled = self._sampler.sample(logits, rows)
+        slots = inputs.slots[inputs.sampling_rows]
+        self._batch.append(slots[~sampled.failed], sampled.token_ids[~sampled.failed])
+        wanted = np.array([row.params.logprobs for row in rows])
+        return _outcome(plan.step, inputs, sampled, begun, computed, wanted)
+
+    def reset(self) -> None:
+        """Ends an epoch: every slot is forgotten."""
+        if self._batch is not None:
+            self._batch.reset()
+
+    def _warm_up(self, batch: PersistentBatch, num_blocks: int) -> None:
+        """Runs a prefill and a decode step of a made-up request, so that kernels are compiled and buffers grown."""
+        if self._runner is None or self._sampler is None or self._settings is None:
+            raise RuntimeError("warm-up before load")
+        settings = self._settings
+        room = min(settings.context_tokens, settings.max_step_tokens, (num_blocks - 1) * settings.block_tokens)
+        blocks = -(-room // settings.block_tokens)
+        prompt = max(1, room - 1)
+        empty = np.zeros(0, np.int64)
+        request = Started(
+            slot=0,
+            token_ids=np.zeros(prompt, np.uint32),
+            prompt_tokens=prompt,
+            computed_tokens=0,
+            block_ids=np.arange(1, blocks + 1),
+            sampling=SamplingParams(),
+        )
+        steps = [Plan(1, empty, (request,), empty.reshape(0, 2), np.array([0]), np.array([prompt]), None, None)]
+        if prompt < room:
+            steps.append(Plan(2, empty, (), empty.reshape(0, 2), np.array([0]), np.array([1]), None, None))
+        for step in steps:
+            inputs = batch.begin(step)
+            logits = self._runner.forward(inputs, batch.tables)
+            self._sampler.sample(logits, batch.sample_rows(inputs))
+            batch.append(inputs.slots, np.zeros(1, np.int64))
+        batch.reset()
+
+
+def _outcome(
+    step: int,
+    inputs: StepInputs,
+    sampled: Sampled | None,
+    begun: float,
+    computed: float,
+    wanted: np.ndarray[tuple[int], np.dtype[np.bool_]] | None = None,
+) -> Outcome:
+    """`wanted`, [sampling rows] bool: whose log-probability was asked for."""
+    counts = np.zeros(len(inputs.slots), np.int64)
+    none = np.zeros(0, np.int64)
+    if sampled is None or wanted is None:
+        return Outcome(
+            step=step,
+            token_counts=counts,
+            token_ids=none,
+            failed_slots=(),
+            logprob_places=none,
+            logprobs=none.astype(np.float32),
+            ranks=none.astype(np.uint32),
+            execute_us=_microseconds(begun, computed),
+            sample_us=0,
+        )
+    good: np.ndarray[tuple[int], np.dtype[np.bool_]] = ~sampled.failed
+    counts[inputs.sampling_rows] = good
+    places: Int64s = np.flatnonzero(wanted[good])
+    return Outcome(
+        step=step,
+        token_counts=counts,
+        token_ids=sampled.token_ids[good],
+        failed_slots=tuple(inputs.slots[inputs.sampling_rows][sampled.failed].tolist()),
+        logprob_places=places,
+        logprobs=sampled.logprobs[good][places],
+        ranks=sampled.ranks[good][places],
+        execute_us=_microseconds(begun, computed),
+        sample_us=_microseconds(computed, time.perf_counter()),
+    )
+
+
+def _microseconds(begin: float, end: float) -> int:
+    return int((end - begin) * 1e6)

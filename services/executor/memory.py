@@ -1,0 +1,122 @@
+"""What this process may use: memory and CPUs by the cgroup's limits (v1 and v2), not by the host's totals."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.common.errors import StartError
+
+KV_SHARE = 0.5
+"""Of the memory left after the weights; the rest is for activations, the allocator and neighbours in the cgroup."""
+
+_V1_UNLIMITED = 1 << 60
+"""Cgroup v1 spells "no limit" as a number of pages near 2^63."""
+
+
+@dataclass(frozen=True)
+class Hierarchy:
+    """Where limits are read; tests point it at a folder of their own."""
+
+    proc: Path = Path("/proc")
+    cgroup: Path = Path("/sys/fs/cgroup")
+
+
+HOST = Hierarchy()
+
+
+def available_bytes(at: Hierarchy = HOST) -> int:
+    """Bytes this process can still take: the least of the host's MemAvailable and every enclosing cgroup's rest."""
+    rest = [_host_available(at)]
+    for folder in _folders(at, "memory"):
+        limit = _integer(folder / "memory.max", folder / "memory.limit_in_bytes")
+        used = _integer(folder / "memory.current", folder / "memory.usage_in_bytes")
+        if limit is not None and used is not None and limit < _V1_UNLIMITED:
+            rest.append(max(0, limit - (used - _reclaimable(folder / "memory.stat"))))
+    return min(rest)
+
+
+def cpus(at: Hierarchy = HOST) -> int:
+    """CPUs this process is granted, rounded down, at least 1: its affinity and every enclosing cgroup's quota."""
+    granted = float(len(os.sched_getaffinity(0)))
+    for folder in _folders(at, "cpu"):
+        if (quota := _cpu_quota(folder)) is not None:
+            granted = min(granted, quota)
+    return max(1, math.floor(granted))
+
+
+def kv_budget_bytes(asked: int | None, available: int) -> int:
+    """Bytes for KV: `asked`, else KV_SHARE of `available`. Raises StartError where more is asked than there is."""
+    if asked is None:
+        return int(available * KV_SHARE)
+    if asked > available:
+        raise StartError(
+            f"--kv-memory-bytes is {asked}, but {available} bytes are left after the weights; "
+            "ask for less or raise the memory limit"
+        )
+    return asked
+
+
+def _host_available(at: Hierarchy) -> int:
+    for line in (at.proc / "meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise StartError(f"{at.proc / 'meminfo'} has no MemAvailable")
+
+
+def _folders(at: Hierarchy, controller: str) -> Iterator[Path]:
+    """This process's cgroup folder and its ancestors, for v2 and for v1's `controller`.
+
+    In a container the path names what is mounted elsewhere; there the mount's root is this process's group.
+    """
+    try:
+        lines = (at.proc / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            root = at.cgroup
+        elif controller in controllers.split(","):
+            root = at.cgroup / controller
+        else:
+            continue
+        folder = root / path.lstrip("/")
+        while True:
+            if folder.is_dir():
+                yield folder
+            if folder == root or root not in folder.parents:
+                break
+            folder = folder.parent
+
+
+def _integer(*paths: Path) -> int | None:
+    """The number in the first file that is there; None for "max" or no file."""
+    for path in paths:
+        try:
+            text = path.read_text().strip()
+        except OSError:
+            continue
+        return int(text) if text.lstrip("-").isdigit() else None
+    return None
+
+
+def _reclaimable(stat: Path) -> int:
+    """Page cache that the kernel gives up before it kills: v2's inactive_file, v1's total_inactive_file."""
+    try:
+        pairs = dict(line.split() for line in stat.read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
+    return int(pairs.get("total_inactive_file", pairs.get("inactive_file", 0)))
+
+
+def _cpu_quota(folder: Path) -> float | None:
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()
+    except OSError:
+        v1_quota, v1_period = _integer(folder / "cpu.cfs_quota_us"), _integer(folder / "cpu.cfs_period_us")
+        return v1_quota / v1_period if v1_quota and v1_period and v1_quota > 0 else None
+    return None if quota == "max" else int(quota) / int(period)

@@ -1,0 +1,83 @@
+"""What crosses between the executor's door and its inside: own types, no protobuf."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from services.executor.sampler import SamplingParams
+
+Ids = npt.NDArray[np.uint32]
+Int64s = npt.NDArray[np.int64]
+
+
+class BadPlanError(Exception):
+    """A plan contradicts what the executor holds; nothing of it was done. `slots` are at fault, where known."""
+
+    def __init__(self, message: str, slots: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.slots = slots
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the model is served: the scheduler's EngineConfig, checked."""
+
+    context_tokens: int
+    block_tokens: int
+    max_slots: int
+    max_step_tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class Started:
+    """A request, whole."""
+
+    slot: int
+    token_ids: Ids
+    """[tokens] prompt, then output so far."""
+    prompt_tokens: int
+    computed_tokens: int
+    block_ids: Int64s
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """One step, in the order in which it is done."""
+
+    step: int
+    freed_slots: Int64s
+    started: tuple[Started, ...]
+    new_blocks: Int64s
+    """[n, 2] (slot, block), appended to the slot's table."""
+    slots: Int64s
+    """[rows]"""
+    token_counts: Int64s
+    """[rows] tokens each row computes."""
+    computed_tokens: int | None
+    """What the rows have computed before, summed; None: not to be compared."""
+    deadline_s: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What a step gave, with the plan's rows."""
+
+    step: int
+    token_counts: Int64s
+    """[rows] ids a row sampled: 0 or 1."""
+    token_ids: Int64s
+    """[sum of token_counts]"""
+    failed_slots: tuple[int, ...]
+    """Slots whose logits are NaN."""
+    logprob_places: Int64s
+    """[n] indices into token_ids of the ids whose request asked for its log-probability."""
+    logprobs: npt.NDArray[np.float32]
+    """[n]"""
+    ranks: Ids
+    """[n] from 1"""
+    execute_us: int
+    sample_us: int

@@ -1,0 +1,50 @@
+"""The model's forward pass over one flat batch, and the KV tensors it reads and writes."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from services.executor.attention.contract import AttentionBackend, AttentionStep, KvCache, Needs, StepShape
+from services.executor.batch import StepInputs
+from services.executor.loader import Checkpoint
+
+
+class ModelRunner:
+    """Runs a checkpoint's model. Used by the step thread alone."""
+
+    def __init__(self, checkpoint: Checkpoint, backend: AttentionBackend, needs: Needs) -> None:
+        self._model = checkpoint.model
+        self._layers = checkpoint.shape.layers
+        self._backend = backend
+        self._needs = needs
+        self._cache = KvCache((), ())
+
+    def allocate(self, num_blocks: int) -> None:
+        """Makes KV tensors of `num_blocks` blocks, not initialized: no slot is read before it is written."""
+        shape = (num_blocks, self._needs.kv_heads, self._needs.block_tokens, self._needs.head_dim)
+        tensors = [torch.empty(shape, dtype=self._needs.kv_dtype) for _ in range(2 * self._layers)]
+        self._cache = KvCache(tuple(tensors[: self._layers]), tuple(tensors[self._layers :]))
+
+    @torch.inference_mode()
+    def forward(self, inputs: StepInputs, tables: npt.NDArray[np.int32]) -> torch.Tensor:
+        """Computes every row's tokens, writes their KV, and returns logits [sampling rows, vocab]."""
+        query_starts, contexts = torch.from_numpy(inputs.query_starts), torch.from_numpy(inputs.contexts)
+        shape = StepShape(
+            tables=torch.from_numpy(tables),
+            slots=torch.from_numpy(inputs.slots),
+            query_starts=query_starts,
+            contexts=contexts,
+            items=self._backend.cut(query_starts, contexts, self._needs),
+        )
+        last_tokens = inputs.query_starts[inputs.sampling_rows + 1] - 1
+        output = self._model(
+            input_ids=torch.from_numpy(inputs.token_ids)[None],
+            position_ids=torch.from_numpy(inputs.positions)[None],
+            use_cache=False,
+            logits_to_keep=torch.from_numpy(last_tokens),
+            attention_step=AttentionStep(self._backend, self._cache, shape),
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits

@@ -1,0 +1,203 @@
+"""The door: triptych.executor.v1.ExecutorService over one Executor."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+from triptych.executor.v1 import executor_pb2 as pb
+from triptych.executor.v1 import executor_pb2_grpc
+
+from services.common.contract import PROTOCOL_VERSION
+from services.common.errors import RequestError, StartError, invalid, unavailable
+from services.common.health import Health
+from services.executor import wire
+from services.executor.epoch import Epoch
+from services.executor.executor import Executor, Facts
+from services.executor.loader import Progress
+from services.executor.steps import StepThread
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ExecutorService"].full_name
+
+log = logging.getLogger(__name__)
+
+
+class _Loading:
+    """A load under way or done, and how far it has come. Outlives the call that began it: the next one joins it."""
+
+    def __init__(self, call: wire.LoadCall, weights_hash: str, executor: Executor, steps: StepThread) -> None:
+        self.call = call
+        self._progress = Progress("", 0, 0)
+        self._changed = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def report(progress: Progress) -> None:
+            loop.call_soon_threadsafe(self._show, progress)
+
+        future = steps.submit(lambda: executor.load(call.settings, call.dtype, weights_hash, report))
+        self.done: asyncio.Future[Facts] = asyncio.wrap_future(future)
+        self.done.add_done_callback(lambda _: self._changed.set())
+
+    def failed(self) -> bool:
+        return self.done.done() and self.done.exception() is not None
+
+    async def watch(self) -> AsyncIterator[Progress]:
+        """Progress, the newest each time, until the load is done or has failed."""
+        while not self.done.done():
+            await self._changed.wait()
+            self._changed.clear()
+            if not self.done.done():
+                yield self._progress
+
+    def _show(self, progress: Progress) -> None:
+        self._progress = progress
+        self._changed.set()
+
+
+class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
+    """Serves Load, Allocate and Run, and keeps the health names true."""
+
+    def __init__(self, executor: Executor, health: Health) -> None:
+        self._executor = executor
+        self._health = health
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        self._steps = StepThread(on_end=lambda: loop.call_soon_threadsafe(ended.set))
+        self._loading: _Loading | None = None
+        self._allocated = False
+        self._epoch: Epoch | None = None
+        self._last_epoch = 0
+        self._opening = asyncio.Lock()
+        self._draining = False
+        self._watch = asyncio.create_task(self._watch_step_thread(ended))
+
+    async def Load(  # noqa: N802 - gRPC's name
+        self, request: pb.LoadRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.LoadResponse]:
+        self._refuse_when_draining()
+        call = wire.load_call(request)
+        weights_hash = request.config.weights_hash
+        if self._loading is None or self._loading.failed():
+            self._loading = _Loading(call, weights_hash, self._executor, self._steps)
+        loading = self._loading
+        if loading.call != call:
+            raise _precondition("OTHER_CONFIG", "another config is loaded already; restart the executor to change it")
+        async for progress in loading.watch():
+            yield pb.LoadResponse(
+                stage=progress.stage, done_bytes=progress.done_bytes, total_bytes=progress.total_bytes
+            )
+        try:
+            facts = await asyncio.shield(loading.done)
+        except StartError as error:
+            raise _precondition("CANNOT_LOAD", str(error)) from error
+        if weights_hash and weights_hash != facts.weights_hash:
+            raise _precondition(
+                "OTHER_WEIGHTS",
+                f"the weights loaded hash to {facts.weights_hash}, the scheduler expects {weights_hash}",
+            )
+        yield wire.loaded(facts, call.settings)
+
+    async def Allocate(  # noqa: N802 - gRPC's name
+        self, request: pb.AllocateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.AllocateResponse:
+        self._refuse_when_draining()
+        num_blocks = wire.allocation(request)
+        begun = time.monotonic()
+        try:
+            await asyncio.wrap_future(self._steps.submit(lambda: self._executor.allocate(num_blocks)))
+        except StartError as error:
+            raise _precondition("CANNOT_ALLOCATE", str(error)) from error
+        self._allocated = True
+        if not self._draining:
+            await self._health.set_ready(True)
+        return pb.AllocateResponse(warmup_ms=int((time.monotonic() - begun) * 1000))
+
+    async def Run(  # noqa: N802 - gRPC's name
+        self, request_iterator: AsyncIterator[pb.RunRequest], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.RunResponse]:
+        self._refuse_when_draining()
+        requests = aiter(request_iterator)
+        epoch = await self._open(await _first(requests))
+        # The call's end is heard even where this generator is not resumed.
+        context.add_done_callback(lambda _: epoch.end())  # type: ignore[arg-type]
+        epoch.start(requests)
+        try:
+            async for event in epoch.events():
+                yield event
+        finally:
+            epoch.end()
+
+    async def drain(self) -> None:
+        """Finishes the step in flight, ends the Run stream and refuses new calls."""
+        self._draining = True
+        if self._epoch is not None:
+            await self._epoch.drain(unavailable("DRAINING", "the executor is shutting down"))
+
+    async def close(self) -> None:
+        """Ends the step thread, after `drain`."""
+        self._watch.cancel()
+        if self._epoch is not None:
+            self._epoch.end()
+            await self._epoch.closed.wait()
+        await asyncio.to_thread(self._steps.close)
+
+    async def _open(self, first: pb.Open) -> Epoch:
+        """Begins the epoch, ending the one that runs. Raises RequestError."""
+        if not self._allocated:
+            raise _precondition("NOT_ALLOCATED", "no KV tensors yet; call Load and Allocate first")
+        if first.version != PROTOCOL_VERSION:
+            raise _precondition("VERSION", f"Open names version {first.version}, Load agreed on {PROTOCOL_VERSION}")
+        if first.epoch <= self._last_epoch:
+            raise _precondition(
+                "OLD_EPOCH", f"epoch {first.epoch} is not above {self._last_epoch}, which this executor has seen"
+            )
+        self._last_epoch = first.epoch
+        async with self._opening:
+            if self._epoch is not None:
+                self._epoch.end(_aborted(first.epoch))
+                await self._epoch.closed.wait()
+            if first.epoch != self._last_epoch:
+                raise _aborted(self._last_epoch)
+            self._refuse_when_draining()
+            epoch = self._epoch = Epoch(first.epoch, self._executor, self._steps)
+        log.info("epoch %d begins", epoch.number)
+        await self._health.set_generate(True)
+        self._after = asyncio.create_task(self._note_end(epoch))
+        return epoch
+
+    async def _note_end(self, epoch: Epoch) -> None:
+        await epoch.closed.wait()
+        log.info("epoch %d has ended", epoch.number)
+        if self._epoch is epoch:
+            await self._health.set_generate(False)
+
+    async def _watch_step_thread(self, ended: asyncio.Event) -> None:
+        await ended.wait()
+        log.critical("the step thread has ended; this process cannot work any more")
+        await self._health.set_live(False)
+        await self._health.set_ready(False)
+        await self._health.set_generate(False)
+
+    def _refuse_when_draining(self) -> None:
+        if self._draining:
+            raise unavailable("DRAINING", "the executor is shutting down")
+
+
+async def _first(requests: AsyncIterator[pb.RunRequest]) -> pb.Open:
+    async for request in requests:
+        wire.DOOR.check(request)
+        if request.WhichOneof("command") != "open":
+            break
+        return request.open
+    raise invalid("open", "must be the first message of a Run stream")
+
+
+def _precondition(reason: str, message: str) -> RequestError:
+    return RequestError(grpc.StatusCode.FAILED_PRECONDITION, reason, message)
+
+
+def _aborted(by: int) -> RequestError:
+    return RequestError(grpc.StatusCode.ABORTED, "NEWER_EPOCH", f"epoch {by} has begun")

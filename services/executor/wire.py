@@ -1,0 +1,233 @@
+"""Messages of triptych.executor.v1 into own types and back. What is not served is refused here, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import grpc
+import numpy as np
+import torch
+from triptych.executor.v1 import executor_pb2 as pb
+from triptych.inference.v1 import generation_pb2
+
+from services.common.contract import PROTOCOL_VERSION, Door
+from services.common.errors import RequestError, invalid, unserved
+from services.executor.executor import Facts
+from services.executor.plan import BadPlanError, Int64s, Outcome, Plan, Settings, Started
+from services.executor.sampler import SamplingParams
+
+MAX_IN_FLIGHT = 1
+FEATURES: tuple[str, ...] = ()
+"""Optional parts of the contract served; none yet."""
+
+_DTYPES = {pb.D_TYPE_UNSPECIFIED: torch.float32, pb.D_TYPE_FLOAT32: torch.float32}
+
+# The fields served now; every other one is refused. Counts and ranks of parallelism are served as "undivided" alone.
+_SERVED = {
+    "triptych.executor.v1.LoadRequest": frozenset({"min_version", "max_version", "features", "config"}),
+    "triptych.executor.v1.EngineConfig": frozenset(
+        {
+            "model",
+            "weights_hash",
+            "dtype",
+            "kv_dtype",
+            "context_tokens",
+            "block_tokens",
+            "max_slots",
+            "max_step_tokens",
+            "tp_size",
+            "pp_size",
+            "dp_size",
+        }
+    ),
+    "triptych.executor.v1.AllocateRequest": frozenset({"num_blocks"}),
+    "triptych.executor.v1.RunRequest": frozenset({"open", "plan", "ping"}),
+    "triptych.executor.v1.Open": frozenset({"epoch", "version"}),
+    "triptych.executor.v1.Ping": frozenset({"sent_unix_ns"}),
+    "triptych.executor.v1.StepPlan": frozenset(
+        {"step", "freed_slots", "started", "groups", "slots", "token_counts", "computed_tokens", "deadline_ms"}
+    ),
+    "triptych.executor.v1.NewRequest": frozenset(
+        {
+            "slot",
+            "token_ids",
+            "prompt_tokens",
+            "computed_tokens",
+            "block_ids",
+            "sampling",
+            "seed",
+            "min_tokens",
+            "stop_ids",
+            "logprobs",
+        }
+    ),
+    "triptych.executor.v1.GroupUpdate": frozenset({"new_blocks"}),
+    "triptych.inference.v1.Sampling": frozenset(
+        {
+            "logit_bias",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+        }
+    ),
+}
+DOOR = Door(_SERVED)
+
+
+@dataclass(frozen=True)
+class LoadCall:
+    """A checked Load. Two that are equal ask for the same thing."""
+
+    settings: Settings
+    dtype: torch.dtype
+    model: str
+
+
+def load_call(request: pb.LoadRequest) -> LoadCall:
+    """Raises RequestError where the request is not served or not valid."""
+    if not request.min_version <= PROTOCOL_VERSION <= request.max_version:
+        raise RequestError(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "VERSION",
+            f"the scheduler speaks contract versions {request.min_version} to {request.max_version}, this executor"
+            f" {PROTOCOL_VERSION}; upgrade the older one",
+        )
+    DOOR.check(request)
+    config = request.config
+    for name in ("tp_size", "pp_size", "dp_size"):
+        if (size := getattr(config, name)) > 1:
+            raise unserved(f"config.{name}", f"= {size} is not served yet; one rank is")
+    if config.dtype not in _DTYPES:
+        raise unserved("config.dtype", f"{_dtype_name(config.dtype)} is not served on a CPU yet; float32 is")
+    dtype = _DTYPES[config.dtype]
+    if config.kv_dtype not in _DTYPES:
+        raise unserved("config.kv_dtype", f"{_dtype_name(config.kv_dtype)} is not served yet; float32 is")
+    for name in ("context_tokens", "block_tokens", "max_slots", "max_step_tokens"):
+        if getattr(config, name) < 1:
+            raise invalid(f"config.{name}", "must be at least 1")
+    settings = Settings(config.context_tokens, config.block_tokens, config.max_slots, config.max_step_tokens)
+    return LoadCall(settings, dtype, config.model)
+
+
+def loaded(facts: Facts, settings: Settings) -> pb.LoadResponse:
+    """The last message of a Load."""
+    return pb.LoadResponse(
+        loaded=pb.Loaded(
+            version=PROTOCOL_VERSION,
+            features=FEATURES,
+            device=facts.device,
+            weights_hash=facts.weights_hash,
+            vocab_size=facts.vocab_size,
+            kv_groups=[pb.KvGroup(block_tokens=settings.block_tokens, block_bytes=facts.block_bytes)],
+            kv_bytes=facts.kv_bytes,
+            max_in_flight=MAX_IN_FLIGHT,
+            dtype=pb.D_TYPE_FLOAT32,
+            kv_dtype=pb.D_TYPE_FLOAT32,
+        )
+    )
+
+
+def allocation(request: pb.AllocateRequest) -> int:
+    """Blocks of the one KV group. Raises RequestError."""
+    DOOR.check(request)
+    if len(request.num_blocks) != 1:
+        raise invalid("num_blocks", f"has {len(request.num_blocks)} numbers, the model has 1 KV group")
+    return int(request.num_blocks[0])
+
+
+def plan(message: pb.StepPlan) -> Plan:
+    """Raises BadPlanError where a field is not served or a column is malformed."""
+    try:
+        DOOR.check(message, "plan")
+    except RequestError as error:
+        raise BadPlanError(error.message) from error
+    slots = _column(message.slots, "slots")
+    if len(message.groups) > 1:
+        raise BadPlanError(f"groups has {len(message.groups)} entries, the model has 1 KV group")
+    new_blocks = _column(message.groups[0].new_blocks, "new_blocks") if message.groups else slots[:0]
+    if new_blocks.size % 2:
+        raise BadPlanError("new_blocks is not made of (slot, block) pairs")
+    return Plan(
+        step=message.step,
+        freed_slots=_column(message.freed_slots, "freed_slots"),
+        started=tuple(_started(request) for request in message.started),
+        new_blocks=new_blocks.reshape(-1, 2),
+        slots=slots,
+        token_counts=_from_tail(_column(message.token_counts, "token_counts"), len(slots)),
+        computed_tokens=message.computed_tokens if message.HasField("computed_tokens") else None,
+        deadline_s=message.deadline_ms / 1000 if message.deadline_ms else None,
+    )
+
+
+def result(outcome: Outcome, received_unix_ns: int, wait_us: int) -> pb.StepResult:
+    """An outcome as the plan's StepResult."""
+    message = pb.StepResult(
+        step=outcome.step,
+        token_counts=_to_tail(outcome.token_counts),
+        token_ids=outcome.token_ids.astype("<u4").tobytes(),
+        failed=[pb.FailedRow(slot=slot, kind=pb.FAULT_KIND_BAD_LOGITS) for slot in outcome.failed_slots],
+        received_unix_ns=received_unix_ns,
+        wait_us=wait_us,
+        execute_us=outcome.execute_us,
+        sample_us=outcome.sample_us,
+    )
+    if outcome.logprob_places.size:
+        every = len(outcome.logprob_places) == len(outcome.token_ids)
+        message.logprobs.CopyFrom(
+            generation_pb2.LogprobColumns(
+                places=b"" if every else outcome.logprob_places.astype("<u4").tobytes(),
+                logprobs=outcome.logprobs.astype("<f4").tobytes(),
+                ranks=outcome.ranks.astype("<u4").tobytes(),
+            )
+        )
+    return message
+
+
+def _started(request: pb.NewRequest) -> Started:
+    if len(request.block_ids) != 1:
+        raise BadPlanError(f"started: slot {request.slot} has blocks of {len(request.block_ids)} KV groups, not of 1")
+    try:
+        sampling = SamplingParams.from_proto(request)
+    except ValueError as error:
+        raise BadPlanError(f"started: slot {request.slot}: {error}", (request.slot,)) from error
+    return Started(
+        slot=request.slot,
+        token_ids=_bytes_to_ids(request.token_ids, "started.token_ids"),
+        prompt_tokens=request.prompt_tokens,
+        computed_tokens=request.computed_tokens,
+        block_ids=_column(request.block_ids[0], "started.block_ids"),
+        sampling=sampling,
+    )
+
+
+def _bytes_to_ids(column: bytes, name: str) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+    if len(column) % 4:
+        raise BadPlanError(f"{name} has {len(column)} bytes, no multiple of 4")
+    return np.frombuffer(column, dtype="<u4")
+
+
+def _column(column: bytes, name: str) -> Int64s:
+    return _bytes_to_ids(column, name).astype(np.int64)
+
+
+def _from_tail(tail: Int64s, rows: int) -> Int64s:
+    """A tail column at full length: the rows before it have 1."""
+    if len(tail) > rows:
+        raise BadPlanError(f"token_counts has {len(tail)} entries for {rows} rows")
+    whole = np.ones(rows, np.int64)
+    whole[rows - len(tail) :] = tail
+    return whole
+
+
+def _to_tail(whole: Int64s) -> bytes:
+    others = np.flatnonzero(whole != 1)
+    return whole[others[0] :].astype("<u4").tobytes() if others.size else b""
+
+
+def _dtype_name(value: int) -> str:
+    names = pb.DType.DESCRIPTOR.values_by_number
+    return str(names[value].name.removeprefix("D_TYPE_")) if value in names else f"number {value}"
