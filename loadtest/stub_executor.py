@@ -1,0 +1,339 @@
+"""A real ExecutorService without a model: for tests and benchmarks of everything above it.
+
+    async with StubExecutor(vocab_size=512) as stub:
+        ...  # a scheduler with --executor 127.0.0.1:{stub.port}
+
+Plans are checked strictly and ids are those of `stub_batch.expected_ids`. Faults are constructor arguments, and some
+are switched while it runs: `hold()` keeps steps from being done until `release()`.
+
+    python -m loadtest.stub_executor --port 50053
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import numpy as np
+from triptych.executor.v1 import executor_pb2, executor_pb2_grpc
+from triptych.inference.v1 import generation_pb2
+
+from loadtest.stub_batch import Batch, PlanError, Row, own_logprob
+from services.common.server import server_options
+
+HEARTBEAT_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What goes wrong. Output positions count from 0 and are named by a request's seed; steps count from 1 an epoch."""
+
+    bad_ids: Mapping[tuple[int, int], int] = field(default_factory=dict)  # (seed, output position): id told instead
+    failed_rows: frozenset[tuple[int, int]] = frozenset()  # (seed, output position) whose row fails
+    fault_at_step: int | None = None  # answered by a Fault
+    cut_at_step: int | None = None  # the stream ends without a word
+    hang_at_step: int | None = None  # never answered
+    wrong_count_at_step: int | None = None  # a result with one id too many
+    epochs: int = 1  # step faults happen in so many epochs
+
+
+class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
+    """`step_s` and `token_s` are the time a step takes, and more for each of its tokens."""
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 512,
+        kv_bytes: int = 1 << 20,
+        block_bytes: int = 1024,
+        step_s: float = 0.0,
+        token_s: float = 0.0,
+        max_in_flight: int = 1,
+        read_back: bool = True,
+        faults: Faults | None = None,
+        weights_hash: str = "ab" * 32,
+        refuse_load: str = "",
+        port: int = 0,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.kv_bytes = kv_bytes
+        self.block_bytes = block_bytes
+        self.faults = faults or Faults()
+        self.port = port
+        self.config: executor_pb2.EngineConfig | None = None
+        self.num_blocks: int | None = None
+        self.epochs: list[int] = []
+        self.plans: list[executor_pb2.StepPlan] = []
+        self.violations: list[str] = []
+        self.batch: Batch | None = None
+        self.keep_plans = True
+        self._step_s, self._token_s = step_s, token_s
+        self._max_in_flight = max_in_flight
+        self._read_back = read_back
+        self._weights_hash = weights_hash
+        self._refuse_load = refuse_load
+        self._gate = asyncio.Event()
+        self._gate.set()
+        self._passes = 0
+        self._pass = asyncio.Event()
+        self._arrived = asyncio.Event()
+        self._running: asyncio.Task[None] | None = None
+        self._server: grpc.aio.Server | None = None
+
+    # -- the process
+
+    async def start(self) -> None:
+        """Listens on 127.0.0.1; `port` tells where."""
+        self._server = grpc.aio.server(options=server_options())
+        executor_pb2_grpc.add_ExecutorServiceServicer_to_server(self, self._server)
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        await self._server.start()
+
+    async def stop(self) -> None:
+        """As a death of the process: open streams end."""
+        if self._server is not None:
+            await self._server.stop(grace=None)
+            self._server = None
+
+    async def __aenter__(self) -> StubExecutor:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    # -- the gate
+
+    def hold(self) -> None:
+        """From the next step on, results wait for `release` or `let`."""
+        self._passes = 0
+        self._gate.clear()
+
+    def release(self) -> None:
+        """Steps run freely again."""
+        self._gate.set()
+        self._pass.set()
+
+    def let(self, steps: int = 1) -> None:
+        """So many held steps may be done."""
+        self._passes += steps
+        self._pass.set()
+
+    async def plan_arrived(self, count: int) -> executor_pb2.StepPlan:
+        """The plan number `count`, from 1 over all epochs, once it is here."""
+        while len(self.plans) < count:
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self.plans[count - 1]
+
+    async def _pass_gate(self) -> None:
+        while not self._gate.is_set() and self._passes == 0:
+            self._pass.clear()
+            await self._pass.wait()
+        if not self._gate.is_set():
+            self._passes -= 1
+
+    # -- the contract
+
+    async def Load(self, request: Any, context: Any) -> AsyncIterator[executor_pb2.LoadResponse]:  # noqa: N802
+        """Two messages of progress, then Loaded."""
+        if self._refuse_load:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self._refuse_load)
+        if self.config is not None and self.config != request.config:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another configuration is loaded")
+        self.config = request.config
+        for done in (50, 100):
+            yield executor_pb2.LoadResponse(stage="pretending", done_bytes=done, total_bytes=100)
+        loaded = executor_pb2.Loaded(
+            version=request.max_version,
+            device="stub",
+            weights_hash=self._weights_hash,
+            vocab_size=self.vocab_size,
+            kv_groups=[
+                executor_pb2.KvGroup(block_tokens=request.config.block_tokens, block_bytes=self.block_bytes),
+            ],
+            kv_bytes=self.kv_bytes,
+            max_in_flight=self._max_in_flight,
+            dtype=executor_pb2.D_TYPE_FLOAT32,
+            kv_dtype=executor_pb2.D_TYPE_FLOAT32,
+        )
+        yield executor_pb2.LoadResponse(loaded=loaded)
+
+    async def Allocate(self, request: Any, context: Any) -> executor_pb2.AllocateResponse:  # noqa: N802
+        """Remembers the number; another one later is refused."""
+        (num_blocks,) = request.num_blocks
+        if self.config is None or self.num_blocks not in (None, num_blocks):
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{self.num_blocks} blocks are allocated")
+        self.num_blocks = num_blocks
+        return executor_pb2.AllocateResponse(warmup_ms=0)
+
+    async def Run(  # noqa: N802
+        self, request_iterator: Any, context: Any
+    ) -> AsyncIterator[executor_pb2.RunResponse]:
+        """One epoch."""
+        first = await anext(aiter(request_iterator))
+        if first.WhichOneof("command") != "open" or self.num_blocks is None:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "Run begins with Open, after Allocate")
+        epoch = first.open.epoch
+        if self.epochs and epoch <= self.epochs[-1]:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"epoch {epoch} is not above {self.epochs[-1]}")
+        self.epochs.append(epoch)
+        events: asyncio.Queue[executor_pb2.RunResponse | None] = asyncio.Queue()
+        events.put_nowait(_heartbeat(epoch))
+        tasks = [
+            asyncio.create_task(self._work(request_iterator, events)),
+            asyncio.create_task(_beat(epoch, events)),
+        ]
+        try:
+            while (event := await events.get()) is not None:
+                yield event
+                if event.HasField("fault"):
+                    return
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _new_batch(self) -> Batch:
+        assert self.config is not None
+        assert self.num_blocks is not None
+        return Batch(
+            vocab_size=self.vocab_size,
+            num_blocks=self.num_blocks,
+            block_tokens=self.config.block_tokens,
+            max_slots=self.config.max_slots,
+            max_step_tokens=self.config.max_step_tokens,
+            context_tokens=self.config.context_tokens,
+            max_in_flight=self._max_in_flight,
+            read_back=self._read_back,
+        )
+
+    async def _work(self, requests: Any, events: asyncio.Queue[executor_pb2.RunResponse | None]) -> None:
+        batch = self.batch = self._new_batch()
+        step = 0
+        try:
+            async for request in requests:
+                step += 1
+                result = await self._step(batch, step, request.plan)
+                if result is None:
+                    events.put_nowait(None)
+                    return
+                events.put_nowait(executor_pb2.RunResponse(result=result))
+        except PlanError as error:
+            self.violations.append(str(error))
+            events.put_nowait(_fault(executor_pb2.FAULT_KIND_BAD_PLAN, str(error)))
+        except _Injected as error:
+            events.put_nowait(_fault(executor_pb2.FAULT_KIND_DEVICE, str(error)))
+
+    async def _step(self, batch: Batch, step: int, plan: executor_pb2.StepPlan) -> executor_pb2.StepResult | None:
+        received_unix_ns = time.time_ns()
+        if self.keep_plans:
+            self.plans.append(plan)
+            self._arrived.set()
+        rows = batch.take(plan)
+        await self._pass_gate()
+        pause_s = self._step_s + self._token_s * sum(row.count for row in rows)
+        if pause_s and rows:
+            await asyncio.sleep(pause_s)
+        faulty = len(self.epochs) <= self.faults.epochs
+        if faulty and step == self.faults.fault_at_step:
+            raise _Injected(f"injected in step {step}")
+        if faulty and step == self.faults.cut_at_step:
+            return None
+        if faulty and step == self.faults.hang_at_step:
+            await asyncio.Event().wait()
+        result = self._result(batch, plan.step, rows)
+        result.received_unix_ns = received_unix_ns
+        if faulty and step == self.faults.wrong_count_at_step:
+            result.token_ids += b"\0\0\0\0"
+        return result
+
+    def _result(self, batch: Batch, step: int, rows: list[Row]) -> executor_pb2.StepResult:
+        counts: list[int] = []
+        ids: list[int] = []
+        own: list[tuple[int, float, int]] = []
+        failed: list[executor_pb2.FailedRow] = []
+        for row in rows:
+            at = (row.slot.seed, row.slot.output_position)
+            if row.samples and at in self.faults.failed_rows:
+                failed.append(executor_pb2.FailedRow(slot=row.number, kind=executor_pb2.FAULT_KIND_BAD_LOGITS))
+            if not row.samples or at in self.faults.failed_rows:
+                counts.append(0)
+                continue
+            token_id = batch.next_id(row.slot)
+            row.slot.append(token_id)
+            token_id = self.faults.bad_ids.get(at, token_id)
+            if row.slot.logprobs:
+                own.append((len(ids), *own_logprob(token_id)))
+            counts.append(1)
+            ids.append(token_id)
+        result = executor_pb2.StepResult(
+            step=step, token_counts=_tail(counts), token_ids=np.array(ids, dtype="<u4").tobytes(), failed=failed
+        )
+        if own:
+            places, logprobs, ranks = zip(*own, strict=True)
+            result.logprobs.CopyFrom(
+                generation_pb2.LogprobColumns(
+                    places=b"" if len(own) == len(ids) else np.array(places, dtype="<u4").tobytes(),
+                    logprobs=np.array(logprobs, dtype="<f4").tobytes(),
+                    ranks=np.array(ranks, dtype="<u4").tobytes(),
+                )
+            )
+        return result
+
+
+class _Injected(Exception):  # noqa: N818
+    pass
+
+
+async def _beat(epoch: int, events: asyncio.Queue[executor_pb2.RunResponse | None]) -> None:
+    while True:
+        await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+        events.put_nowait(_heartbeat(epoch))
+
+
+def _heartbeat(epoch: int) -> executor_pb2.RunResponse:
+    return executor_pb2.RunResponse(heartbeat=executor_pb2.Heartbeat(epoch=epoch, sent_unix_ns=time.time_ns()))
+
+
+def _fault(kind: executor_pb2.FaultKind.ValueType, message: str) -> executor_pb2.RunResponse:
+    return executor_pb2.RunResponse(fault=executor_pb2.Fault(kind=kind, message=message))
+
+
+def _tail(counts: list[int]) -> bytes:
+    first = next((i for i, count in enumerate(counts) if count != 1), len(counts))
+    return np.array(counts[first:], dtype="<u4").tobytes()
+
+
+async def _serve(options: argparse.Namespace) -> None:
+    stub = StubExecutor(
+        port=options.port,
+        vocab_size=options.vocab_size,
+        kv_bytes=options.kv_blocks * 1024,
+        step_s=options.step_ms / 1000,
+        token_s=options.token_us / 1e6,
+        read_back=False,
+    )
+    stub.keep_plans = False
+    async with stub:
+        print(f"serving stub executor on 127.0.0.1:{stub.port}", flush=True)
+        await asyncio.Event().wait()
+
+
+def main() -> None:
+    """Serves until it is interrupted."""
+    parser = argparse.ArgumentParser(prog="python -m loadtest.stub_executor", description=__doc__.splitlines()[0])
+    parser.add_argument("--port", type=int, default=50053)
+    parser.add_argument("--vocab-size", type=int, default=49152)
+    parser.add_argument("--kv-blocks", type=int, default=65536)
+    parser.add_argument("--step-ms", type=float, default=0.0, help="time a step takes")
+    parser.add_argument("--token-us", type=float, default=0.0, help="and more for each of its tokens")
+    asyncio.run(_serve(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""The scheduler's configuration."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from services.common.config import ServiceConfig
+
+
+class SchedulerConfig(ServiceConfig):
+    """Everything an operator may set."""
+
+    service: ClassVar[str] = "scheduler"
+
+    port: int = Field(50052, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    executor: str = Field("127.0.0.1:50053", description="HOST:PORT of the executor")
+    served_model_name: str | None = Field(None, description="name told to frontends; unset: the checkpoint folder's")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="of the weights in use; auto: float32 on a CPU, else the checkpoint's"
+    )
+    max_model_len: int | None = Field(None, ge=1, description="longest context in tokens; unset: the model's")
+    block_size: int = Field(16, ge=1, le=1024, description="tokens a KV block holds")
+    max_num_seqs: int = Field(64, ge=1, le=65536, description="requests that run at once")
+    max_num_batched_tokens: int = Field(256, ge=1, description="tokens computed in one step")
+    num_kv_blocks: int | None = Field(
+        None, ge=2, description="KV blocks at most, the null block included; unset: what fits the executor's memory"
+    )
+    max_waiting_requests: int = Field(1024, ge=0, description="requests that may wait; more are refused")

@@ -1,0 +1,66 @@
+"""A step of the core: a plan while it is made, what its result must look like once it is under way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from services.scheduler.core.request import Request
+from services.scheduler.core.step import ResultError, Start, StepPlan, StepResult
+
+
+@dataclass
+class Step:
+    """`budget` counts the tokens it may still compute; `samples[i]` is 1 where row i is to sample an id, else 0."""
+
+    number: int
+    budget: int
+    started: list[Start] = field(default_factory=list)
+    new_blocks: list[tuple[int, int]] = field(default_factory=list)
+    rows: list[tuple[Request, int]] = field(default_factory=list)  # (request, tokens to compute)
+    row_slots: list[int] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    preempted: bool = False
+
+    def add_row(self, request: Request, count: int) -> None:
+        """`request` computes `count` tokens in it."""
+        self.rows.append((request, count))
+        self.budget -= count
+
+    def depart(self, freed_slots: list[int]) -> StepPlan:
+        """The finished plan; its requests move forward now."""
+        self.rows.sort(key=lambda row: row[1] != 1)  # stable: rows that compute one token first
+        computed_before = 0
+        for request, count in self.rows:
+            computed_before += request.num_computed
+            request.num_computed += count
+            request.last_step = self.number
+            samples = 1 if request.num_computed == request.num_tokens else 0
+            request.num_pending += samples
+            request.num_tokens += samples
+            self.samples.append(samples)
+            self.row_slots.append(request.slot)
+        return StepPlan(
+            step=self.number,
+            freed_slots=freed_slots,
+            started=self.started,
+            new_blocks=self.new_blocks,
+            slots=self.row_slots,
+            token_counts=[count for _, count in self.rows],
+            computed_tokens=computed_before,
+        )
+
+    def check(self, result: StepResult) -> None:
+        """Raises ResultError unless `result` answers this step."""
+        if result.step != self.number:
+            raise ResultError(f"a result for step {result.step}, but {self.number} is the next in flight")
+        if len(result.token_counts) != len(self.rows):
+            raise ResultError(f"step {self.number} has {len(self.rows)} rows, its result {len(result.token_counts)}")
+        if sum(result.token_counts) != len(result.token_ids):
+            counted = sum(result.token_counts)
+            raise ResultError(f"step {self.number}: counts say {counted} ids, there are {len(result.token_ids)}")
+        if unknown := set(result.failed) - set(self.row_slots):
+            raise ResultError(f"step {self.number}: slots {sorted(unknown)} failed, but have no row in it")
+        for slot, samples, count in zip(self.row_slots, self.samples, result.token_counts, strict=True):
+            expected = 0 if slot in result.failed else samples
+            if count != expected:
+                raise ResultError(f"step {self.number}: {count} ids for slot {slot}, the plan asks for {expected}")

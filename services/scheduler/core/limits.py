@@ -1,0 +1,31 @@
+"""What the core works within."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the core works within. `num_blocks` counts the null block; a slot's reuse follows `max_in_flight`."""
+
+    vocab_size: int
+    context_tokens: int
+    num_blocks: int
+    block_tokens: int
+    max_slots: int
+    max_step_tokens: int
+    max_waiting: int
+    max_in_flight: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "context_tokens", "block_tokens", "max_slots", "max_step_tokens", "max_in_flight"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        if self.context_tokens > self.pool_tokens:
+            raise ValueError(f"a context of {self.context_tokens} tokens exceeds the pool's {self.pool_tokens}")
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens that fit when one request holds every block."""
+        return (self.num_blocks - 1) * self.block_tokens

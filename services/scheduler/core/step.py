@@ -1,0 +1,104 @@
+"""What goes into a step and what comes out of it, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from services.scheduler.core.request import Failure, FinishReason, RequestKey, Submission
+
+
+class ResultError(Exception):
+    """The executor's result contradicts the plan it answers; nothing of it was applied."""
+
+
+class InvariantError(AssertionError):
+    """The core's own books do not balance."""
+
+
+@dataclass(frozen=True, eq=False)
+class Start:
+    """A request named whole: its first step since it was submitted or preempted.
+
+    `token_ids` is uint32 [prompt + output so far]; none of them is computed yet.
+    """
+
+    slot: int
+    submission: Submission
+    token_ids: npt.NDArray[np.uint32]
+    block_ids: list[int]
+
+
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    """One step. `slots` and `token_counts` are its rows, those that compute one token first.
+
+    `freed_slots` are freed before anything starts, `new_blocks` are (slot, block) pairs appended to tables.
+    `computed_tokens` is the sum, over the rows, of the tokens computed before this step.
+    """
+
+    step: int
+    freed_slots: list[int]
+    started: list[Start]
+    new_blocks: list[tuple[int, int]]
+    slots: list[int]
+    token_counts: list[int]
+    computed_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed by this step."""
+        return sum(self.token_counts)
+
+
+@dataclass(frozen=True, eq=False)
+class StepResult:
+    """The answer to a plan, in the order of its rows: ids sampled a row, all ids one after the other, rows that failed.
+
+    `failed` maps a slot to what the executor says of it.
+    """
+
+    step: int
+    token_counts: list[int]
+    token_ids: list[int]
+    failed: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Started:
+    """A request's first id. Clock times in ns."""
+
+    key: RequestKey
+    queued_ns: int
+    scheduled_ns: int
+    first_token_ns: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A request's last id. `stop_id` is set with STOP."""
+
+    key: RequestKey
+    reason: FinishReason
+    stop_id: int | None
+    preemptions: int
+    last_token_ns: int
+
+
+@dataclass
+class Updates:
+    """What the owners of requests are told. Columns: `keys[i]` received `counts[i]` ids.
+
+    `token_ids` are all ids one after the other; `places` says where each stood in the result's ids.
+    """
+
+    step: int
+    keys: list[RequestKey] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    started: list[Started] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
+    failed: list[Failure] = field(default_factory=list)

@@ -1,0 +1,111 @@
+"""The door of the engine contract: what a Submit may hold, and the core's own type made of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from triptych.engine.v1 import engine_pb2
+
+from services.common.contract import Door
+from services.common.errors import invalid, unserved
+from services.scheduler.core.request import RequestKey, Submission
+
+NS_PER_MS = 1_000_000
+
+_MAX_TIMEOUT_MS = 10 * 366 * 24 * 3600 * 1000
+"""Longer ones (gRPC's "infinite" among them) are no deadline."""
+
+MAX_STOP_IDS = 4096
+"""The frontend's own cap is far lower; this one bounds what a frontend gone wrong can cost."""
+
+_DOOR = Door(
+    {
+        "triptych.engine.v1.Submit": frozenset(
+            {
+                "request_id",
+                "num_choices",
+                "prompt_ids",
+                "sampling",
+                "seed",
+                "max_tokens",
+                "min_tokens",
+                "stop_ids",
+                "logprobs",
+                "arrived_unix_ns",
+                "timeout_ms",
+            }
+        ),
+        "triptych.inference.v1.Sampling": frozenset(
+            {
+                "logit_bias",
+                "repetition_penalty",
+                "presence_penalty",
+                "frequency_penalty",
+                "temperature",
+                "top_k",
+                "top_p",
+                "min_p",
+            }
+        ),
+        "triptych.engine.v1.FrontendHello": frozenset(
+            {"min_version", "max_version", "features", "frontend_id", "tokenizer_hash"}
+        ),
+    }
+)
+
+
+def check_hello(hello: engine_pb2.FrontendHello) -> None:
+    """Raises RequestError(UNIMPLEMENTED) for a field that is not served."""
+    _DOOR.check(hello)
+
+
+def read_submit(submit: engine_pb2.Submit, frontend: int, vocab_size: int, now_ns: int) -> Submission:
+    """A request as the core takes it. Raises RequestError naming the field: INVALID_ARGUMENT or UNIMPLEMENTED.
+
+    Sampling goes on unread; its values are the frontend's and the executor's to check. Lengths are the core's.
+    """
+    _DOOR.check(submit)
+    if submit.num_choices == 0:
+        raise invalid("num_choices", "is 0; a request has 1 choice or more")
+    if submit.num_choices > 1:
+        raise unserved("num_choices", f"of {submit.num_choices} is not served yet, only 1")
+    if submit.HasField("logprobs") and submit.logprobs > 0:
+        raise unserved("logprobs", f"of {submit.logprobs} is not served yet, only 0: the id's own")
+    if submit.min_tokens > submit.max_tokens:
+        raise invalid("min_tokens", f"is {submit.min_tokens}, more than max_tokens {submit.max_tokens}")
+    stop_ids = _ids("stop_ids", submit.stop_ids, vocab_size)
+    if len(stop_ids) > MAX_STOP_IDS:
+        raise invalid("stop_ids", f"has {len(stop_ids)} ids, the limit is {MAX_STOP_IDS}")
+    return Submission(
+        key=RequestKey(frontend, submit.request_id),
+        prompt_ids=_ids("prompt_ids", submit.prompt_ids, vocab_size),
+        max_tokens=submit.max_tokens,
+        min_tokens=submit.min_tokens,
+        stop_ids=frozenset(stop_ids.tolist()),
+        seed=submit.seed,  # derive(seed, 0) is the seed itself
+        sampling=submit.sampling,
+        logprobs=submit.logprobs if submit.HasField("logprobs") else None,
+        deadline_ns=_deadline_ns(submit, now_ns),
+    )
+
+
+def read_abort(abort: engine_pb2.Abort, frontend: int) -> list[RequestKey]:
+    """The requests to end. Raises RequestError(INVALID_ARGUMENT) for a column of the wrong width."""
+    if len(abort.request_ids) % 8:
+        raise invalid("abort.request_ids", f"has {len(abort.request_ids)} bytes; a column of uint64 has 8 an id")
+    return [RequestKey(frontend, request_id) for request_id in np.frombuffer(abort.request_ids, "<u8").tolist()]
+
+
+def _ids(field: str, column: bytes, vocab_size: int) -> npt.NDArray[np.uint32]:
+    if len(column) % 4:
+        raise invalid(field, f"has {len(column)} bytes; a column of ids has 4 an id")
+    ids = np.frombuffer(column, dtype="<u4")
+    if len(ids) and int(ids.max()) >= vocab_size:
+        raise invalid(field, f"holds id {int(ids.max())}, the vocabulary has {vocab_size}")
+    return ids
+
+
+def _deadline_ns(submit: engine_pb2.Submit, now_ns: int) -> int | None:
+    if not submit.HasField("timeout_ms") or submit.timeout_ms > _MAX_TIMEOUT_MS:
+        return None
+    return now_ns + submit.timeout_ms * NS_PER_MS

@@ -1,0 +1,147 @@
+"""The way to the executor: it is loaded, given its KV blocks, and then run, an epoch at a time."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+from triptych.executor.v1 import executor_pb2, executor_pb2_grpc
+
+from services.common.contract import PROTOCOL_VERSION
+from services.common.errors import StartError
+from services.common.server import channel_options
+from services.scheduler.executor_run import ExecutorLostError, ExecutorRun
+
+log = logging.getLogger(__name__)
+
+PROGRESS_INTERVAL_S = 5.0
+
+_PASSING = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.ABORTED,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.INTERNAL,
+    }
+)
+"""Another try may succeed; any other status is a no to this configuration."""
+
+
+@dataclass(frozen=True)
+class ExecutorFacts:
+    """What Loaded says, checked."""
+
+    device: str
+    version: int
+    weights_hash: str
+    vocab_size: int
+    block_bytes: int
+    kv_bytes: int
+    max_in_flight: int
+    dtype: str
+    kv_dtype: str
+
+
+class ExecutorLink:
+    """One executor of one rank. Calls raise ExecutorLostError when trying again makes sense, else StartError."""
+
+    def __init__(self, address: str, config: executor_pb2.EngineConfig) -> None:
+        self.address = address
+        self._config = config
+        self._channel = grpc.aio.insecure_channel(address, options=channel_options())
+        self._stub = executor_pb2_grpc.ExecutorServiceStub(self._channel)
+        self._epoch = 0
+
+    async def load(self) -> ExecutorFacts:
+        """Has the weights loaded; progress goes to the log."""
+        request = executor_pb2.LoadRequest(
+            min_version=PROTOCOL_VERSION, max_version=PROTOCOL_VERSION, config=self._config
+        )
+        progress = _Progress()
+        try:
+            async for message in self._stub.Load(request):
+                if message.HasField("loaded"):
+                    return self._facts(message.loaded)
+                progress.show(message)
+        except grpc.aio.AioRpcError as error:
+            raise self._failure("Load", error) from None
+        raise ExecutorLostError("Load ended without Loaded")
+
+    async def allocate(self, num_blocks: int) -> None:
+        """Has the KV tensors made and the kernels warmed up."""
+        try:
+            answer = await self._stub.Allocate(executor_pb2.AllocateRequest(num_blocks=[num_blocks]))
+        except grpc.aio.AioRpcError as error:
+            raise self._failure("Allocate", error) from None
+        log.info("the executor has %d KV blocks and is warm after %d ms", num_blocks, answer.warmup_ms)
+
+    async def open(self, version: int, on_lost: Callable[[], None]) -> ExecutorRun:
+        """A new epoch, higher than all before: milliseconds of the clock."""
+        self._epoch = max(self._epoch + 1, time.time_ns() // 1_000_000)
+        run = ExecutorRun(self._stub.Run(), self._epoch, on_lost)
+        try:
+            await run.open(version)
+        except BaseException:
+            await run.close()
+            raise
+        return run
+
+    async def close(self) -> None:
+        """Closes the channel."""
+        await self._channel.close()
+
+    def _facts(self, loaded: executor_pb2.Loaded) -> ExecutorFacts:
+        if loaded.version != PROTOCOL_VERSION:
+            raise StartError(f"{self._name} speaks version {loaded.version}, this scheduler {PROTOCOL_VERSION}")
+        if len(loaded.kv_groups) != 1:
+            raise StartError(f"{self._name} has {len(loaded.kv_groups)} KV groups; only models with one are served yet")
+        group = loaded.kv_groups[0]
+        if group.block_tokens != self._config.block_tokens or group.block_bytes < 1:
+            raise StartError(
+                f"{self._name} has blocks of {group.block_tokens} tokens and {group.block_bytes} bytes, "
+                f"not of {self._config.block_tokens} tokens as --block-size says"
+            )
+        return ExecutorFacts(
+            device=loaded.device,
+            version=loaded.version,
+            weights_hash=loaded.weights_hash,
+            vocab_size=loaded.vocab_size,
+            block_bytes=group.block_bytes,
+            kv_bytes=loaded.kv_bytes,
+            max_in_flight=max(1, loaded.max_in_flight),
+            dtype=_dtype_name(loaded.dtype),
+            kv_dtype=_dtype_name(loaded.kv_dtype),
+        )
+
+    @property
+    def _name(self) -> str:
+        return f"the executor at {self.address}"
+
+    def _failure(self, call: str, error: grpc.aio.AioRpcError) -> Exception:
+        told = f"{call}: {error.code().name}: {error.details()}"
+        return ExecutorLostError(told) if error.code() in _PASSING else StartError(f"{self._name} refuses {told}")
+
+
+class _Progress:
+    """Shows each new stage, and every few seconds how far it is."""
+
+    def __init__(self) -> None:
+        self._stage = ""
+        self._shown_s = 0.0
+
+    def show(self, message: executor_pb2.LoadResponse) -> None:
+        now_s = time.monotonic()
+        if message.stage == self._stage and now_s - self._shown_s < PROGRESS_INTERVAL_S:
+            return
+        self._stage, self._shown_s = message.stage, now_s
+        share = f" {100 * message.done_bytes // message.total_bytes}%" if message.total_bytes else ""
+        log.info("executor: %s%s", message.stage, share)
+
+
+def _dtype_name(dtype: executor_pb2.DType.ValueType) -> str:
+    return executor_pb2.DType.Name(dtype).removeprefix("D_TYPE_").lower()

@@ -1,0 +1,136 @@
+"""What this engine is: the model's figures, agreed between its checkpoint, the operator and the executor."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from triptych.engine.v1 import engine_pb2
+from triptych.executor.v1 import executor_pb2
+
+from services.common import checkpoint
+from services.common.contract import PROTOCOL_VERSION
+from services.common.errors import StartError
+from services.common.server import MAX_MESSAGE_BYTES
+from services.scheduler.config import SchedulerConfig
+from services.scheduler.core.limits import Limits
+from services.scheduler.executor_link import ExecutorFacts
+
+log = logging.getLogger(__name__)
+
+_DTYPES = {
+    "auto": executor_pb2.D_TYPE_UNSPECIFIED,
+    "float32": executor_pb2.D_TYPE_FLOAT32,
+    "bfloat16": executor_pb2.D_TYPE_BFLOAT16,
+    "float16": executor_pb2.D_TYPE_FLOAT16,
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """The checkpoint as the scheduler sees it, and the operator's limits on it."""
+
+    name: str
+    folder: str
+    tokenizer_hash: str
+    vocab_size: int
+    context_tokens: int
+    config: SchedulerConfig
+
+    @classmethod
+    def read(cls, config: SchedulerConfig) -> Model:
+        """Raises StartError for a checkpoint that cannot be read, or limits that cannot be."""
+        path: Path = checkpoint.find(config.model)
+        figures = checkpoint.read_config(path)
+        context_tokens = figures.context_tokens
+        if config.max_model_len is not None:
+            if config.max_model_len > context_tokens:
+                raise StartError(
+                    f"--max-model-len is {config.max_model_len}, but {path.name} holds {context_tokens} tokens at most"
+                )
+            context_tokens = config.max_model_len
+        return cls(
+            name=config.served_model_name or path.name,
+            folder=path.name,
+            tokenizer_hash=checkpoint.tokenizer_hash(path),
+            vocab_size=figures.vocab_size,
+            context_tokens=context_tokens,
+            config=config,
+        )
+
+    def engine_config(self) -> executor_pb2.EngineConfig:
+        """What the executor is to load."""
+        config = self.config
+        return executor_pb2.EngineConfig(
+            model=self.folder,
+            dtype=_DTYPES[config.dtype],
+            context_tokens=self.context_tokens,
+            block_tokens=config.block_size,
+            max_slots=config.max_num_seqs,
+            max_step_tokens=config.max_num_batched_tokens,
+        )
+
+    def limits(self, facts: ExecutorFacts) -> Limits:
+        """The core's limits on an executor. Raises StartError when the two do not belong together."""
+        if facts.vocab_size != self.vocab_size:
+            raise StartError(
+                f"the executor's model has {facts.vocab_size} ids, {self.folder} here has {self.vocab_size}: "
+                "give both the same --model"
+            )
+        num_blocks = self._num_blocks(facts)
+        pool_tokens = (num_blocks - 1) * self.config.block_size
+        if pool_tokens < self.context_tokens:
+            log.warning(
+                "the KV pool holds %d tokens: the context is lowered to that from %d; a larger executor "
+                "--kv-memory-bytes or --num-kv-blocks raises it",
+                pool_tokens,
+                self.context_tokens,
+            )
+        return Limits(
+            vocab_size=self.vocab_size,
+            context_tokens=min(self.context_tokens, pool_tokens),
+            num_blocks=num_blocks,
+            block_tokens=self.config.block_size,
+            max_slots=self.config.max_num_seqs,
+            max_step_tokens=self.config.max_num_batched_tokens,
+            max_waiting=self.config.max_waiting_requests,
+            max_in_flight=facts.max_in_flight,
+        )
+
+    def fingerprint(self, facts: ExecutorFacts) -> str:
+        """Equal fingerprints, equal ids: SHA-256 over weights, tokenizer, dtypes."""
+        parts = (facts.weights_hash, self.tokenizer_hash, facts.dtype, facts.kv_dtype)
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def hello(self, facts: ExecutorFacts, limits: Limits) -> engine_pb2.EngineHello:
+        """What every frontend is told first."""
+        return engine_pb2.EngineHello(
+            version=PROTOCOL_VERSION,
+            engine_id=secrets.token_hex(8),
+            model=self.name,
+            fingerprint=self.fingerprint(facts),
+            vocab_size=self.vocab_size,
+            context_tokens=limits.context_tokens,
+            block_tokens=limits.block_tokens,
+            pool_tokens=limits.pool_tokens,
+            max_choices=1,
+            max_logprobs=0,
+            fragment_bytes=MAX_MESSAGE_BYTES,
+        )
+
+    def _num_blocks(self, facts: ExecutorFacts) -> int:
+        fitting = facts.kv_bytes // facts.block_bytes
+        if fitting < 2:
+            raise StartError(
+                f"the executor has {facts.kv_bytes} bytes for KV, a block takes {facts.block_bytes} and 2 are needed; "
+                "give it more --kv-memory-bytes, or lower --block-size"
+            )
+        wanted = self.config.num_kv_blocks
+        if wanted is not None and wanted > fitting:
+            log.warning(
+                "--num-kv-blocks is %d, but only %d fit the executor's memory: %d it is", wanted, fitting, fitting
+            )
+        return fitting if wanted is None else min(wanted, fitting)

@@ -1,0 +1,177 @@
+"""What frontends are told of a step: split by frontend, merged where one reads slowly, encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import grpc
+import numpy as np
+from triptych.engine.v1 import engine_pb2
+from triptych.inference.v1 import generation_pb2
+
+from services.common.errors import RequestError
+from services.scheduler.core.request import Failure, FailureKind, FinishReason
+from services.scheduler.core.step import Finished, Started, Updates
+from services.scheduler.plan_codec import OwnLogprobs, column
+
+_STATUS = {
+    FailureKind.INVALID: (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD"),
+    FailureKind.TOO_LONG: (grpc.StatusCode.INVALID_ARGUMENT, "TOO_LONG"),
+    FailureKind.QUEUE_FULL: (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
+    FailureKind.DEADLINE: (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
+    FailureKind.BAD_TOKEN_ID: (grpc.StatusCode.INTERNAL, "BAD_TOKEN_ID"),
+    FailureKind.ROW_FAILED: (grpc.StatusCode.INTERNAL, "ROW_FAILED"),
+    FailureKind.EXECUTOR_LOST: (grpc.StatusCode.UNAVAILABLE, "EXECUTOR_LOST"),
+    FailureKind.DRAINING: (grpc.StatusCode.UNAVAILABLE, "DRAINING"),
+}
+_REASON = {
+    FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: generation_pb2.FINISH_REASON_LENGTH,
+}
+
+
+@dataclass
+class Outputs:
+    """One frontend's share of a step, or of several. `places`, `logprobs` and `ranks` are columns over some ids."""
+
+    step: int
+    request_ids: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    started: list[engine_pb2.Started] = field(default_factory=list)
+    finished: list[engine_pb2.Finished] = field(default_factory=list)
+    failed: list[engine_pb2.Failed] = field(default_factory=list)
+
+    @property
+    def size_bytes(self) -> int:
+        """Roughly what it takes on the wire."""
+        columns = 12 * len(self.request_ids) + 4 * len(self.token_ids) + 12 * len(self.places)
+        events = 40 * len(self.started) + 30 * len(self.finished)
+        return columns + events + sum(40 + len(failed.message) for failed in self.failed)
+
+
+def failed_message(request_id: int, error: RequestError) -> engine_pb2.Failed:
+    """A refusal at the door."""
+    return engine_pb2.Failed(
+        request_id=request_id, code=error.code.value[0], reason=error.reason, message=error.message
+    )
+
+
+def split(updates: Updates, logprobs: OwnLogprobs | None = None) -> dict[int, Outputs]:
+    """`updates` by the frontend that asked."""
+    known = {}
+    if logprobs is not None:
+        values = zip(logprobs.logprobs.tolist(), logprobs.ranks.tolist(), strict=True)
+        known = dict(zip(logprobs.places.tolist(), values, strict=True))
+    shares: dict[int, Outputs] = {}
+
+    def share(frontend: int) -> Outputs:
+        found = shares.get(frontend)
+        if found is None:
+            found = shares[frontend] = Outputs(updates.step)
+        return found
+
+    at = 0
+    for key, count in zip(updates.keys, updates.counts, strict=True):
+        mine = share(key.frontend)
+        mine.request_ids.append(key.request_id)
+        mine.counts.append(count)
+        for i in range(at, at + count):
+            if known and (own := known.get(updates.places[i])) is not None:
+                mine.places.append(len(mine.token_ids))
+                mine.logprobs.append(own[0])
+                mine.ranks.append(own[1])
+            mine.token_ids.append(updates.token_ids[i])
+        at += count
+    for started in updates.started:
+        share(started.key.frontend).started.append(_started(started))
+    for finished in updates.finished:
+        share(finished.key.frontend).finished.append(_finished(finished))
+    for failure in updates.failed:
+        share(failure.key.frontend).failed.append(_failed(failure))
+    return shares
+
+
+def merge(shares: Sequence[Outputs]) -> Outputs:
+    """Several shares of one frontend, oldest first, as one: ids joined by choice, lists appended."""
+    if len(shares) == 1:
+        return shares[0]
+    ids: dict[int, list[int]] = {}
+    marks: dict[int, list[tuple[int, float, int]]] = {}  # (position in the choice's ids, logprob, rank)
+    merged = Outputs(shares[-1].step)
+    for share in shares:
+        at = mark = 0
+        for request_id, count in zip(share.request_ids, share.counts, strict=True):
+            mine = ids.setdefault(request_id, [])
+            while mark < len(share.places) and share.places[mark] < at + count:
+                position = len(mine) + share.places[mark] - at
+                marks.setdefault(request_id, []).append((position, share.logprobs[mark], share.ranks[mark]))
+                mark += 1
+            mine += share.token_ids[at : at + count]
+            at += count
+        merged.started += share.started
+        merged.finished += share.finished
+        merged.failed += share.failed
+    for request_id, mine in ids.items():
+        for position, logprob, rank in marks.get(request_id, ()):
+            merged.places.append(len(merged.token_ids) + position)
+            merged.logprobs.append(logprob)
+            merged.ranks.append(rank)
+        merged.request_ids.append(request_id)
+        merged.counts.append(len(mine))
+        merged.token_ids += mine
+    return merged
+
+
+def encode(outputs: Outputs) -> engine_pb2.AttachResponse:
+    """The message of the engine contract."""
+    all_one = len(outputs.token_ids) == len(outputs.request_ids)
+    message = engine_pb2.StepOutputs(
+        step=outputs.step,
+        request_ids=column(outputs.request_ids, "<u8"),
+        token_counts=b"" if all_one else column(outputs.counts),
+        token_ids=column(outputs.token_ids),
+        started=outputs.started,
+        finished=outputs.finished,
+        failed=outputs.failed,
+    )
+    if outputs.places:
+        every = len(outputs.places) == len(outputs.token_ids)
+        message.logprobs.CopyFrom(
+            generation_pb2.LogprobColumns(
+                places=b"" if every else column(outputs.places),
+                logprobs=np.array(outputs.logprobs, dtype="<f4").tobytes(),
+                ranks=column(outputs.ranks),
+            )
+        )
+    return engine_pb2.AttachResponse(outputs=message)
+
+
+def _started(started: Started) -> engine_pb2.Started:
+    return engine_pb2.Started(
+        request_id=started.key.request_id,
+        queued_unix_ns=started.queued_ns,
+        scheduled_unix_ns=started.scheduled_ns,
+        first_token_unix_ns=started.first_token_ns,
+    )
+
+
+def _finished(finished: Finished) -> engine_pb2.Finished:
+    return engine_pb2.Finished(
+        request_id=finished.key.request_id,
+        reason=_REASON[finished.reason],
+        stop_id=finished.stop_id,
+        preemptions=finished.preemptions,
+        last_token_unix_ns=finished.last_token_ns,
+    )
+
+
+def _failed(failure: Failure) -> engine_pb2.Failed:
+    code, reason = _STATUS[failure.kind]
+    return engine_pb2.Failed(
+        request_id=failure.key.request_id, code=code.value[0], reason=reason, message=failure.message
+    )

@@ -1,0 +1,105 @@
+"""The scheduler's process: its gRPC server, the engine behind it, and the pulse that tells how both are."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+from triptych.engine.v1 import engine_pb2, engine_pb2_grpc
+
+from services.common.server import Server
+from services.scheduler.config import SchedulerConfig
+from services.scheduler.engine import Engine
+from services.scheduler.executor_link import ExecutorLink
+from services.scheduler.frontend_stream import FrontendStream
+from services.scheduler.identity import Model
+from services.scheduler.outbox import MAX_PENDING_BYTES
+
+log = logging.getLogger(__name__)
+
+ENGINE_SERVICE = "triptych.engine.v1.EngineService"
+BEAT_INTERVAL_S = 1.0
+
+
+class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
+    """EngineService: a stream object for each call."""
+
+    def __init__(self, engine: Engine, max_pending_bytes: int) -> None:
+        self._engine = engine
+        self._max_pending_bytes = max_pending_bytes
+
+    async def Attach(  # noqa: N802
+        self, request_iterator: Any, context: Any
+    ) -> AsyncIterator[engine_pb2.AttachResponse]:
+        """See engine.proto."""
+        stream = FrontendStream(self._engine, self._max_pending_bytes)
+        # Also when the call is cut while a write to it waits: its requests end now, not when the write does.
+        context.add_done_callback(lambda _: stream.close())
+        async for message in stream.serve(request_iterator):
+            yield message
+
+
+class SchedulerServer:
+    """Everything of one scheduler, started and stopped together."""
+
+    def __init__(self, config: SchedulerConfig, *, max_pending_bytes: int = MAX_PENDING_BYTES) -> None:
+        self._config = config
+        model = Model.read(config)
+        self._link = ExecutorLink(config.executor, model.engine_config())
+        self.engine = Engine(model, self._link)
+        self.server = Server(config.host, config.port)
+        servicer = EngineServicer(self.engine, max_pending_bytes)
+        engine_pb2_grpc.add_EngineServiceServicer_to_server(servicer, self.server.grpc)
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    async def start(self) -> None:
+        """Accepts frontends, and turns to the executor. Raises StartError when the port is taken."""
+        await self.server.start([ENGINE_SERVICE])
+        await self.server.health.set_ready(True)
+        log.info("serving scheduler on %s:%d", self._config.host, self.server.port)
+        self._tasks = [
+            asyncio.create_task(self.engine.run(), name="engine"),
+            asyncio.create_task(self._pulse(), name="pulse"),
+        ]
+
+    async def run(self) -> None:
+        """Serves until SIGTERM, then drains. Raises StartError when the executor can never serve this model."""
+        serving = asyncio.create_task(self.server.run(self.engine.drain, drain_s=self._config.drain_s))
+        try:
+            await asyncio.wait([serving, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                serving.result()
+                return
+            await self.server.stop()
+            for task in self._tasks:
+                if task.done():
+                    task.result()
+        finally:
+            serving.cancel()
+            await self._close()
+
+    async def stop(self) -> None:
+        """Cuts everything at once."""
+        await self.server.stop()
+        await self._close()
+
+    async def _close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._link.close()
+
+    async def _pulse(self) -> None:
+        """Heartbeats each second, and with every change of state at once; health follows."""
+        health = self.server.health
+        while True:
+            self.engine.beat()
+            await health.set_generate(self.engine.can_generate)
+            try:
+                async with asyncio.timeout(BEAT_INTERVAL_S):
+                    await self.engine.changed.wait()
+            except TimeoutError:
+                pass
+            self.engine.changed.clear()
