@@ -1,0 +1,461 @@
+"""An engine without a scheduler: the real EngineService over gRPC, with ids from a script or a plain function.
+
+    async with StubEngine(script=[72, 105, 2]) as engine:
+        ... a frontend attached to engine.address ...
+
+One batched StepOutputs a step, as a scheduler sends them. What it was asked stands in `submits` and `aborts`; faults
+are constructor arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import grpc
+import numpy as np
+from triptych.engine.v1 import engine_pb2, engine_pb2_grpc
+from triptych.inference.v1 import generation_pb2
+
+from services.common.server import server_options
+
+NextId = Callable[[tuple[int, ...], int], int]
+"""(prompt ids, output position) to the id that stands there; a stub has no state a request could disturb."""
+
+log = logging.getLogger("stub_engine")
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What goes wrong, and where; positions count output ids of one request."""
+
+    silent: bool = False
+    """Submits are taken and never answered."""
+    cut_at: int | None = None
+    """The Attach stream breaks off when a request has this many ids."""
+    bad_id_at: int | None = None
+    bad_id: int = 0xFFFFFFFF
+    only_prompt: tuple[int, ...] | None = None
+    """Faults hit the request with this prompt alone; None: every request."""
+    failed: engine_pb2.Failed | None = None
+    """Sent, with the request's own id, when it has `failed_at` ids."""
+    failed_at: int = 0
+    no_hello: grpc.StatusCode | None = None
+    """Attach ends with this status in place of a hello."""
+    hello_version: int = 1
+    no_heartbeats: bool = False
+
+    def hit(self, prompt: tuple[int, ...]) -> bool:
+        """Whether a request with this prompt meets the faults."""
+        return self.only_prompt is None or self.only_prompt == prompt
+
+
+@dataclass
+class _Running:
+    submit: engine_pb2.Submit
+    prompt: tuple[int, ...]
+    stop_ids: frozenset[int]
+    arrived_unix_ns: int
+    num_output: int = 0
+    started: bool = False
+
+
+class StubEngine:
+    """Serves EngineService on a loopback port. `script` is by position, for every prompt or by prompt."""
+
+    def __init__(
+        self,
+        *,
+        script: Sequence[int] | Mapping[tuple[int, ...], Sequence[int]] | None = None,
+        next_id: NextId | None = None,
+        vocab_size: int = 49_152,
+        context_tokens: int = 2048,
+        tokenizer_hash: str | None = None,
+        model: str = "stub",
+        ids_per_step: int = 1,
+        step_s: float = 0.0,
+        heartbeat_s: float = 1.0,
+        faults: Faults | None = None,
+        port: int = 0,
+    ) -> None:
+        self.port = port
+        self.submits: list[engine_pb2.Submit] = []
+        self.aborts: list[int] = []
+        self.hellos: list[engine_pb2.FrontendHello] = []
+        self.changed = asyncio.Condition()
+        self.faults = faults or Faults()
+        self._next_id = next_id or _scripted(script, vocab_size)
+        self._vocab_size = vocab_size
+        self._context_tokens = context_tokens
+        self._tokenizer_hash = tokenizer_hash
+        self._model = model
+        self._ids_per_step = ids_per_step
+        self._step_s = step_s
+        self._heartbeat_s = heartbeat_s
+        self._state = engine_pb2.ENGINE_STATE_SERVING
+        self._sessions: set[_Session] = set()
+        self._server: grpc.aio.Server | None = None
+        self._engine_id = f"stub-{time.time_ns():x}"
+        self._go = asyncio.Event()
+        self._go.set()
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT to dial."""
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have neither finished nor been aborted."""
+        return sum(len(session.running) for session in self._sessions)
+
+    async def __aenter__(self) -> StubEngine:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Listens; after `stop` on the same port again."""
+        self._server = grpc.aio.server(options=server_options())
+        engine_pb2_grpc.add_EngineServiceServicer_to_server(_Service(self), self._server)
+        self.port = self._server.add_insecure_port(self.address)
+        await self._server.start()
+
+    async def stop(self) -> None:
+        """Breaks every stream off, as a process that dies."""
+        if self._server is not None:
+            for session in list(self._sessions):
+                session.end()
+            await self._server.stop(grace=None)
+            self._server = None
+
+    def pause(self) -> None:
+        """Makes no ids and no heartbeats until `resume`: a process that was stopped."""
+        self._go.clear()
+
+    def resume(self) -> None:
+        """Goes on."""
+        self._go.set()
+
+    def set_state(self, state: engine_pb2.EngineState) -> None:
+        """Tells every frontend at once."""
+        self._state = state
+        for session in self._sessions:
+            session.heartbeat()
+
+    async def wait_until(self, condition: Callable[[StubEngine], bool], timeout_s: float = 10.0) -> None:
+        """Returns when `condition` holds; looked at whenever something came in or went out."""
+        async with self.changed:
+            await asyncio.wait_for(self.changed.wait_for(lambda: condition(self)), timeout_s)
+
+    async def tell(self) -> None:
+        """Wakes `wait_until`."""
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def turn(self) -> None:
+        """Waits for the next step."""
+        await asyncio.sleep(self._step_s)
+        await self._go.wait()
+
+    async def beat(self) -> None:
+        """Waits for the next heartbeat."""
+        await asyncio.sleep(self._heartbeat_s)
+        await self._go.wait()
+
+    def id_at(self, request: _Running) -> int:
+        """The next id of a request, the fault's where there is one."""
+        if self.faults.hit(request.prompt) and self.faults.bad_id_at == request.num_output:
+            return self.faults.bad_id
+        return self._next_id(request.prompt, request.num_output)
+
+    def hello(self) -> engine_pb2.EngineHello:
+        """What a loaded engine says."""
+        return engine_pb2.EngineHello(
+            version=self.faults.hello_version,
+            engine_id=self._engine_id,
+            model=self._model,
+            fingerprint="f" * 64,
+            vocab_size=self._vocab_size,
+            context_tokens=self._context_tokens,
+            block_tokens=16,
+            pool_tokens=self._context_tokens * 64,
+            max_choices=1,
+            fragment_bytes=64 * 1024 * 1024,
+        )
+
+    def beat_message(self, running: int) -> engine_pb2.Heartbeat:
+        """Now."""
+        return engine_pb2.Heartbeat(sent_unix_ns=time.time_ns(), state=self._state, running_requests=running)
+
+    def refuses(self, hello: engine_pb2.FrontendHello) -> str | None:
+        """Why a frontend does not fit, if so."""
+        if self._tokenizer_hash is not None and hello.tokenizer_hash != self._tokenizer_hash:
+            return f"tokenizer {hello.tokenizer_hash} is not the engine's, {self._tokenizer_hash}"
+        return None
+
+    def add(self, session: _Session) -> None:
+        """A frontend has attached."""
+        self._sessions.add(session)
+
+    def remove(self, session: _Session) -> None:
+        """A frontend has gone."""
+        self._sessions.discard(session)
+
+    @property
+    def ids_per_step(self) -> int:
+        """Of each request."""
+        return self._ids_per_step
+
+
+def _scripted(script: Sequence[int] | Mapping[tuple[int, ...], Sequence[int]] | None, vocab_size: int) -> NextId:
+    if script is None:
+        # A fixed walk over the vocabulary (Knuth's multiplicative hash), different for each prompt.
+        return lambda prompt, position: (sum(prompt) + 2654435761 * (position + 1)) % vocab_size
+
+    def next_id(prompt: tuple[int, ...], position: int) -> int:
+        ids = script[prompt] if isinstance(script, Mapping) else script
+        return ids[position % len(ids)]
+
+    return next_id
+
+
+class _Service(engine_pb2_grpc.EngineServiceServicer):
+    def __init__(self, engine: StubEngine) -> None:
+        self._engine = engine
+
+    async def Attach(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        engine = self._engine
+        first = await anext(requests)
+        engine.hellos.append(first.hello)
+        await engine.tell()
+        if engine.faults.no_hello is not None:
+            await context.abort(engine.faults.no_hello, "the stub was told to refuse")
+        if refusal := engine.refuses(first.hello):
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
+        session = _Session(engine)
+        engine.add(session)
+        session.send(engine_pb2.AttachResponse(hello=engine.hello()))
+        tasks = [asyncio.create_task(session.read(requests)), asyncio.create_task(session.step())]
+        if not engine.faults.no_heartbeats:
+            tasks.append(asyncio.create_task(session.beat()))
+        try:
+            while (message := await session.outbox.get()) is not None:
+                yield message
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the stub's stream was cut")
+        finally:
+            for task in tasks:
+                task.cancel()
+            engine.remove(session)
+
+
+@dataclass(eq=False)
+class _Session:
+    """One attached frontend: its requests and what goes up to it."""
+
+    engine: StubEngine
+    running: dict[int, _Running] = field(default_factory=dict)
+    outbox: asyncio.Queue[engine_pb2.AttachResponse | None] = field(default_factory=asyncio.Queue)
+    work: asyncio.Event = field(default_factory=asyncio.Event)
+    steps: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+
+    def send(self, message: engine_pb2.AttachResponse) -> None:
+        self.outbox.put_nowait(message)
+
+    def end(self) -> None:
+        self.running.clear()
+        self.outbox.put_nowait(None)
+
+    def heartbeat(self) -> None:
+        self.send(engine_pb2.AttachResponse(heartbeat=self.engine.beat_message(len(self.running))))
+
+    async def read(self, requests: AsyncIterator[Any]) -> None:
+        async for message in requests:
+            kind = message.WhichOneof("message")
+            if kind == "submit":
+                self._submit(message.submit)
+            elif kind == "abort":
+                for request_id in np.frombuffer(message.abort.request_ids, "<u8").tolist():
+                    self.engine.aborts.append(request_id)
+                    self.running.pop(request_id, None)
+            elif kind == "ping":
+                self.heartbeat()
+            await self.engine.tell()
+
+    def _submit(self, submit: engine_pb2.Submit) -> None:
+        self.engine.submits.append(submit)
+        self.running[submit.request_id] = _Running(
+            submit,
+            prompt=tuple(np.frombuffer(submit.prompt_ids, "<u4").tolist()),
+            stop_ids=frozenset(np.frombuffer(submit.stop_ids, "<u4").tolist()),
+            arrived_unix_ns=time.time_ns(),
+        )
+        self.work.set()
+
+    async def beat(self) -> None:
+        while True:
+            self.heartbeat()
+            await self.engine.beat()
+
+    async def step(self) -> None:
+        while True:
+            await self.work.wait()
+            await self.engine.turn()
+            self._make_step()
+            await self.engine.tell()
+            if not any(self._steps(request) for request in self.running.values()):
+                self.work.clear()
+
+    def _steps(self, request: _Running) -> bool:
+        return not (self.engine.faults.silent and self.engine.faults.hit(request.prompt))
+
+    def _make_step(self) -> None:
+        step = _Step(next(self.steps))
+        for request in list(self.running.values()):
+            if not self._steps(request):
+                continue
+            if self._meets_fault(request, step):
+                continue
+            self._advance(request, step)
+        if step.anything:
+            self.send(engine_pb2.AttachResponse(outputs=step.message()))
+        faults = self.engine.faults
+        if any(faults.cut_at == r.num_output and faults.hit(r.prompt) for r in self.running.values()):
+            self.end()
+
+    def _meets_fault(self, request: _Running, step: _Step) -> bool:
+        faults = self.engine.faults
+        if faults.failed is None or not faults.hit(request.prompt) or request.num_output < faults.failed_at:
+            return False
+        failed = engine_pb2.Failed()
+        failed.CopyFrom(faults.failed)
+        failed.request_id = request.submit.request_id
+        step.failed.append(failed)
+        del self.running[request.submit.request_id]
+        return True
+
+    def _advance(self, request: _Running, step: _Step) -> None:
+        submit = request.submit
+        ids: list[int] = []
+        finished: engine_pb2.Finished | None = None
+        while finished is None and len(ids) < self.engine.ids_per_step:
+            token_id = self.engine.id_at(request)
+            ids.append(token_id)
+            request.num_output += 1
+            if token_id in request.stop_ids and request.num_output > submit.min_tokens:
+                finished = engine_pb2.Finished(reason=generation_pb2.FINISH_REASON_STOP, stop_id=token_id)
+            elif request.num_output == submit.max_tokens:
+                finished = engine_pb2.Finished(reason=generation_pb2.FINISH_REASON_LENGTH)
+            elif self.engine.faults.cut_at == request.num_output:
+                break
+        step.add(request, ids)
+        if finished is not None:
+            finished.request_id = submit.request_id
+            finished.last_token_unix_ns = time.time_ns()
+            step.finished.append(finished)
+            del self.running[submit.request_id]
+
+
+@dataclass
+class _Step:
+    """One StepOutputs in the making. A made-up logprob is -(position + 1) / 8, rank position + 1."""
+
+    number: int
+    request_ids: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    started: list[engine_pb2.Started] = field(default_factory=list)
+    finished: list[engine_pb2.Finished] = field(default_factory=list)
+    failed: list[engine_pb2.Failed] = field(default_factory=list)
+
+    @property
+    def anything(self) -> bool:
+        return bool(self.request_ids or self.failed)
+
+    def add(self, request: _Running, ids: list[int]) -> None:
+        if request.submit.HasField("logprobs"):
+            self.places += range(len(self.token_ids), len(self.token_ids) + len(ids))
+            self.positions += range(request.num_output - len(ids), request.num_output)
+        self.request_ids.append(request.submit.request_id)
+        self.counts.append(len(ids))
+        self.token_ids += ids
+        if not request.started:
+            request.started = True
+            now = time.time_ns()
+            self.started.append(
+                engine_pb2.Started(
+                    request_id=request.submit.request_id,
+                    queued_unix_ns=request.arrived_unix_ns,
+                    scheduled_unix_ns=now,
+                    first_token_unix_ns=now,
+                )
+            )
+
+    def message(self) -> engine_pb2.StepOutputs:
+        one_each = all(count == 1 for count in self.counts)
+        return engine_pb2.StepOutputs(
+            step=self.number,
+            request_ids=np.array(self.request_ids, "<u8").tobytes(),
+            token_counts=b"" if one_each else np.array(self.counts, "<u4").tobytes(),
+            token_ids=np.array(self.token_ids, "<u4").tobytes(),
+            logprobs=self._logprobs(),
+            started=self.started,
+            finished=self.finished,
+            failed=self.failed,
+        )
+
+    def _logprobs(self) -> generation_pb2.LogprobColumns | None:
+        if not self.places:
+            return None
+        every = len(self.places) == len(self.token_ids)
+        positions = np.array(self.positions)
+        return generation_pb2.LogprobColumns(
+            places=b"" if every else np.array(self.places, "<u4").tobytes(),
+            logprobs=(-(positions + 1) / 8).astype("<f4").tobytes(),
+            ranks=(positions + 1).astype("<u4").tobytes(),
+        )
+
+
+async def _serve(options: argparse.Namespace) -> None:
+    engine = StubEngine(
+        port=options.port,
+        vocab_size=options.vocab_size,
+        context_tokens=options.context_tokens,
+        ids_per_step=options.ids_per_step,
+        step_s=options.step_ms / 1000,
+    )
+    async with engine:
+        log.info("serving stub engine on %s", engine.address)
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+
+
+def main() -> None:
+    """`python -m loadtest.stub_engine --port 50052`: an engine to load a frontend with."""
+    logging.basicConfig(level="INFO", format="%(asctime)s %(levelname).1s %(name)s: %(message)s")
+    parser = argparse.ArgumentParser(description="an engine without a scheduler, for tests and load")
+    parser.add_argument("--port", type=int, default=50052, help="port to listen on; 0 takes a free one")
+    parser.add_argument("--vocab-size", type=int, default=49_152, help="ids are below it")
+    parser.add_argument("--context-tokens", type=int, default=8192, help="prompt and output of one request")
+    parser.add_argument("--ids-per-step", type=int, default=1, help="ids of a request in one step")
+    parser.add_argument("--step-ms", type=float, default=0.0, help="time between steps")
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

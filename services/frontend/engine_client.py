@@ -1,0 +1,237 @@
+"""The one Attach stream to the engine: kept for the process's life, and who waits on it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import random
+import time
+from collections.abc import Callable
+from typing import TypeAlias
+
+import grpc
+from triptych.engine.v1 import engine_pb2, engine_pb2_grpc
+
+from services.common.errors import RequestError, unavailable
+from services.common.server import channel_options
+from services.frontend import engine_wire
+from services.frontend.engine import Outputs, StepReport, Submission
+from services.frontend.engine_wire import EngineContractError
+from services.frontend.mailbox import Mailbox
+from services.frontend.request import EngineFacts
+
+HEARTBEAT_LIMIT_S = 3.0
+"""An engine sends one every second; one that has been silent for this long cannot be counted on."""
+RETRY_FIRST_S, RETRY_LAST_S = 0.1, 2.0
+RETRY_MISMATCH_S = 10.0
+"""Between tries where versions or tokenizers do not fit: somebody has to change something first."""
+
+AttachCall: TypeAlias = grpc.aio.StreamStreamCall[engine_pb2.AttachRequest, engine_pb2.AttachResponse]
+
+log = logging.getLogger(__name__)
+
+
+class EngineRequest:
+    """A request under way. `close` it in any case: an engine that is not done with it is told to stop."""
+
+    def __init__(self, request_id: int, mailbox: Mailbox, close: Callable[[int], None]) -> None:
+        self.request_id = request_id
+        self._mailbox = mailbox
+        self._close = close
+
+    async def take(self) -> Outputs:
+        """What is new, once there is any. Raises the RequestError that ended the request."""
+        return await self._mailbox.take()
+
+    def close(self) -> None:
+        """Aborts what has not ended. May be called again."""
+        self._close(self.request_id)
+
+
+class EngineClient:
+    """Attaches, and attaches again; hands each request what is its own."""
+
+    def __init__(self, target: str, tokenizer_hash: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.changed = asyncio.Event()
+        """Set when `can_generate` may have changed; who waits clears it."""
+        self.facts: EngineFacts | None = None
+        """The last hello; it outlives the stream."""
+        self._target = target
+        self._tokenizer_hash = tokenizer_hash
+        self._clock = clock
+        self._frontend_id = engine_wire.new_frontend_id()
+        self._ids = itertools.count(1)
+        self._mailboxes: dict[int, Mailbox] = {}
+        self._outgoing: asyncio.Queue[engine_pb2.AttachRequest] | None = None
+        self._state = engine_pb2.ENGINE_STATE_UNSPECIFIED
+        self._heard_s = 0.0
+        self._attached = False
+        self._trouble = "not tried yet"
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begins to attach; never waits for the engine."""
+        self._task = asyncio.create_task(self._keep_attached())
+
+    async def close(self) -> None:
+        """Leaves the engine, which aborts what still runs."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    def can_generate(self) -> bool:
+        """Attached, serving, and heard of lately."""
+        return self._attached and self._state == engine_pb2.ENGINE_STATE_SERVING and self.silent_s() < HEARTBEAT_LIMIT_S
+
+    def silent_s(self) -> float:
+        """Seconds since the engine's last heartbeat."""
+        return self._clock() - self._heard_s
+
+    def require(self) -> EngineFacts:
+        """The engine's facts, where it takes requests. Raises UNAVAILABLE with the reason."""
+        if not self._attached or self.facts is None:
+            raise unavailable("NO_ENGINE", f"no engine is attached: {self._trouble}")
+        if self._state == engine_pb2.ENGINE_STATE_DRAINING:
+            raise unavailable("ENGINE_DRAINING", "the engine is draining and takes no new requests")
+        if self.silent_s() >= HEARTBEAT_LIMIT_S:
+            raise unavailable(
+                "ENGINE_SILENT",
+                f"the engine was last heard of {self.silent_s():.1f} s ago, {HEARTBEAT_LIMIT_S:g} allowed",
+            )
+        return self.facts
+
+    def submit(self, submission: Submission) -> EngineRequest:
+        """Hands over a request. Raises UNAVAILABLE where `require` does."""
+        self.require()
+        request_id = next(self._ids)
+        mailbox = self._mailboxes[request_id] = Mailbox()
+        self._send(engine_wire.submit(request_id, submission))
+        return EngineRequest(request_id, mailbox, self._close_request)
+
+    def fail_all(self, error: RequestError) -> None:
+        """Ends every request with `error`, here and in the engine."""
+        for request_id, mailbox in list(self._mailboxes.items()):
+            mailbox.fail(error)
+            self._close_request(request_id)
+
+    def _close_request(self, request_id: int) -> None:
+        if self._mailboxes.pop(request_id, None) is not None:
+            self._send(engine_wire.abort(request_id))
+
+    def _send(self, message: engine_pb2.AttachRequest) -> None:
+        if self._outgoing is not None:
+            self._outgoing.put_nowait(message)
+
+    async def _keep_attached(self) -> None:
+        async with grpc.aio.insecure_channel(self._target, options=channel_options()) as channel:
+            stub = engine_pb2_grpc.EngineServiceStub(channel)
+            wait_s = RETRY_FIRST_S
+            while True:
+                try:
+                    await self._attach(stub)
+                    trouble, slow = "the engine closed the stream", False
+                except grpc.aio.AioRpcError as error:
+                    trouble, slow = _explain(error), error.code() == grpc.StatusCode.FAILED_PRECONDITION
+                except EngineContractError as error:
+                    trouble, slow = str(error), True
+                finally:
+                    was_attached = self._attached
+                    self._detach()
+                self._note(trouble, was_attached)
+                wait_s = RETRY_FIRST_S if was_attached else min(wait_s * 2, RETRY_LAST_S)
+                await asyncio.sleep(RETRY_MISMATCH_S if slow else wait_s * random.uniform(0.8, 1.2))
+
+    async def _attach(self, stub: engine_pb2_grpc.EngineServiceStub) -> None:
+        """One stream, from hello to its end."""
+        call: AttachCall = stub.Attach()  # type: ignore[call-arg, assignment]  # the stubs know only call iterators
+        self._outgoing = asyncio.Queue()
+        self._outgoing.put_nowait(engine_wire.hello(self._frontend_id, self._tokenizer_hash))
+        writer = asyncio.create_task(_write(call, self._outgoing))
+        try:
+            async for message in call:
+                self._receive(message)
+        finally:
+            writer.cancel()
+            call.cancel()
+
+    def _receive(self, message: engine_pb2.AttachResponse) -> None:
+        kind = message.WhichOneof("message")
+        if kind == "outputs":
+            self._deliver(engine_wire.read_outputs(message.outputs))
+        elif kind == "heartbeat":
+            self._on_heartbeat(message.heartbeat)
+        elif kind == "hello":
+            self._on_hello(message.hello)
+
+    def _deliver(self, report: StepReport) -> None:
+        for request_id, outputs in report.outputs.items():
+            mailbox = self._mailboxes.get(request_id)
+            if mailbox is None:
+                continue  # under way when it was aborted
+            mailbox.put(outputs)
+            if outputs.finish is not None:
+                del self._mailboxes[request_id]
+        for request_id, error in report.failures.items():
+            mailbox = self._mailboxes.pop(request_id, None)
+            if mailbox is not None:
+                mailbox.fail(error)
+
+    def _on_hello(self, message: engine_pb2.EngineHello) -> None:
+        self.facts = engine_wire.read_hello(message)
+        self._attached = True
+        self._trouble = ""
+        if self._state in (engine_pb2.ENGINE_STATE_UNSPECIFIED, engine_pb2.ENGINE_STATE_LOADING):
+            self._state = engine_pb2.ENGINE_STATE_SERVING  # a hello comes once the model is loaded
+        self._heard_s = self._clock()
+        self.changed.set()
+        log.info(
+            "attached to engine %s at %s: %s, context %d tokens",
+            self.facts.engine_id,
+            self._target,
+            self.facts.model,
+            self.facts.context_tokens,
+        )
+
+    def _on_heartbeat(self, message: engine_pb2.Heartbeat) -> None:
+        could = self.can_generate()
+        self._state = message.state
+        self._heard_s = self._clock()
+        if not self._attached:
+            self._trouble = f"the engine at {self._target} is loading its model"
+        if could != self.can_generate():
+            self.changed.set()
+
+    def _detach(self) -> None:
+        """Everything that hung on the stream ends with it."""
+        self._outgoing = None
+        self._attached = False
+        self._state = engine_pb2.ENGINE_STATE_UNSPECIFIED
+        error = unavailable("ENGINE_LOST", "the engine was lost while it worked on this request; send it again")
+        for mailbox in self._mailboxes.values():
+            mailbox.fail(error)
+        self._mailboxes.clear()
+        self.changed.set()
+
+    def _note(self, trouble: str, was_attached: bool) -> None:
+        """Logs once what keeps the engine away, not at every try."""
+        trouble = f"{self._target}: {trouble}"
+        if trouble != self._trouble or was_attached:
+            log.warning("no engine at %s", trouble)
+        self._trouble = trouble
+
+
+async def _write(
+    call: AttachCall,
+    outgoing: asyncio.Queue[engine_pb2.AttachRequest],
+) -> None:
+    # The reader reports how a stream ended; a write that finds it ended has nothing to add.
+    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        while True:
+            await call.write(await outgoing.get())
+
+
+def _explain(error: grpc.aio.AioRpcError) -> str:
+    return f"{error.code().name}: {error.details()}"

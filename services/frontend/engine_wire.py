@@ -1,0 +1,174 @@
+"""The engine contract's messages to and from own types."""
+
+from __future__ import annotations
+
+import secrets
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+from triptych.engine.v1 import engine_pb2
+from triptych.inference.v1 import generation_pb2
+
+from services.common.contract import PROTOCOL_VERSION
+from services.common.errors import RequestError
+from services.frontend.engine import EngineFinish, Outputs, StepReport, Submission
+from services.frontend.request import EngineFacts, Logprob, Sampling
+
+_RETRIED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+_RETRY_AFTER_S = 1.0
+_CODES = {code.value[0]: code for code in grpc.StatusCode if code is not grpc.StatusCode.OK}
+_REASONS = {generation_pb2.FINISH_REASON_STOP: "stop", generation_pb2.FINISH_REASON_LENGTH: "length"}
+LOWEST_LOGPROB = -9999.0
+
+
+class EngineContractError(Exception):
+    """The engine sent what the contract does not allow; its stream cannot be trusted further."""
+
+
+def hello(frontend_id: str, tokenizer_hash: str) -> engine_pb2.AttachRequest:
+    """The first message down."""
+    return engine_pb2.AttachRequest(
+        hello=engine_pb2.FrontendHello(
+            min_version=PROTOCOL_VERSION,
+            max_version=PROTOCOL_VERSION,
+            frontend_id=frontend_id,
+            tokenizer_hash=tokenizer_hash,
+        )
+    )
+
+
+def new_frontend_id() -> str:
+    """Random, once a process."""
+    return secrets.token_hex(16)
+
+
+def submit(request_id: int, submission: Submission) -> engine_pb2.AttachRequest:
+    """A whole request down."""
+    return engine_pb2.AttachRequest(
+        submit=engine_pb2.Submit(
+            request_id=request_id,
+            num_choices=1,
+            prompt_ids=_column(submission.prompt_ids, "<u4"),
+            sampling=sampling_message(submission.sampling),
+            seed=submission.seed,
+            max_tokens=submission.max_tokens,
+            min_tokens=submission.min_tokens,
+            stop_ids=_column(submission.stop_ids, "<u4"),
+            logprobs=submission.logprobs,
+            arrived_unix_ns=submission.arrived_unix_ns,
+            timeout_ms=submission.timeout_ms,
+        )
+    )
+
+
+def abort(request_id: int) -> engine_pb2.AttachRequest:
+    """The end of a request that nobody waits for."""
+    return engine_pb2.AttachRequest(abort=engine_pb2.Abort(request_ids=_column((request_id,), "<u8")))
+
+
+def sampling_message(sampling: Sampling) -> generation_pb2.Sampling:
+    """Every scalar set, as the engine contract wants."""
+    return generation_pb2.Sampling(
+        logit_bias=dict(sampling.logit_bias),
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+    )
+
+
+def read_hello(message: engine_pb2.EngineHello) -> EngineFacts:
+    """Raises EngineContractError for a version that is not spoken here, or facts that cannot be."""
+    if message.version != PROTOCOL_VERSION:
+        raise EngineContractError(f"the engine speaks version {message.version}, this frontend {PROTOCOL_VERSION}")
+    if message.vocab_size == 0 or message.context_tokens == 0:
+        raise EngineContractError(
+            f"the engine's hello has vocab_size {message.vocab_size} and context_tokens {message.context_tokens}"
+        )
+    return EngineFacts(
+        engine_id=message.engine_id,
+        model=message.model,
+        fingerprint=message.fingerprint,
+        vocab_size=message.vocab_size,
+        context_tokens=message.context_tokens,
+    )
+
+
+def read_outputs(message: engine_pb2.StepOutputs) -> StepReport:
+    """Raises EngineContractError where columns do not fit each other."""
+    request_ids = _read(message.request_ids, "<u8", "request_ids").tolist()
+    token_ids = _read(message.token_ids, "<u4", "token_ids").tolist()
+    counts = _read(message.token_counts, "<u4", "token_counts").tolist() or [1] * len(request_ids)
+    if len(counts) != len(request_ids) or sum(counts) != len(token_ids):
+        raise EngineContractError(
+            f"step {message.step}: {len(request_ids)} requests, {len(counts)} counts of {sum(counts)} ids, "
+            f"{len(token_ids)} ids"
+        )
+    logprobs = _read_logprobs(message.logprobs, len(token_ids), message.step) if message.HasField("logprobs") else {}
+    outputs: dict[int, Outputs] = {}
+    start = 0
+    for request_id, count in zip(request_ids, counts, strict=True):
+        places = range(start, start + count)
+        start += count
+        own = tuple(logprobs[place] for place in places if place in logprobs)
+        _add(outputs, request_id, Outputs(tuple(token_ids[places.start : places.stop]), own))
+    for started in message.started:
+        _add(outputs, started.request_id, Outputs(cached_tokens=started.cached_tokens))
+    for finished in message.finished:
+        _add(outputs, finished.request_id, Outputs(finish=_read_finish(finished)))
+    return StepReport(outputs, {failed.request_id: _read_failed(failed) for failed in message.failed})
+
+
+def _add(outputs: dict[int, Outputs], request_id: int, new: Outputs) -> None:
+    outputs[request_id] = outputs[request_id].then(new) if request_id in outputs else new
+
+
+def _read_finish(finished: engine_pb2.Finished) -> EngineFinish:
+    if finished.reason not in _REASONS:
+        raise EngineContractError(f"request {finished.request_id} finished with reason {finished.reason}")
+    return EngineFinish(_REASONS[finished.reason], finished.stop_id if finished.HasField("stop_id") else None)
+
+
+def _read_failed(failed: engine_pb2.Failed) -> RequestError:
+    code = _CODES.get(failed.code, grpc.StatusCode.INTERNAL)
+    retry_after_s = failed.retry_after_ms / 1000 if failed.HasField("retry_after_ms") else None
+    if retry_after_s is None and code in _RETRIED:
+        retry_after_s = _RETRY_AFTER_S
+    return RequestError(
+        code,
+        failed.reason or "ENGINE_FAILED",
+        failed.message or "the engine gave no reason",
+        retry_after_s=retry_after_s,
+    )
+
+
+def _read_logprobs(columns: generation_pb2.LogprobColumns, num_ids: int, step: int) -> dict[int, Logprob]:
+    """By place in the step's ids."""
+    values = _read(columns.logprobs, "<f4", "logprobs")
+    ranks = _read(columns.ranks, "<u4", "ranks")
+    places = _read(columns.places, "<u4", "places") if columns.places else np.arange(len(values), dtype="<u4")
+    fits = len(values) == len(ranks) == len(places) and (len(places) == 0 or int(places.max()) < num_ids)
+    if not fits:
+        raise EngineContractError(
+            f"step {step}: {len(values)} logprobs, {len(ranks)} ranks, {len(places)} places for {num_ids} ids"
+        )
+    # A NaN stays one: it is that request's fault, and is found where the request is.
+    return {
+        place: Logprob(max(value, LOWEST_LOGPROB), rank)
+        for place, value, rank in zip(places.tolist(), values.tolist(), ranks.tolist(), strict=True)
+    }
+
+
+def _column(values: tuple[int, ...], dtype: str) -> bytes:
+    return np.array(values, dtype=dtype).tobytes()
+
+
+def _read(column: bytes, dtype: str, name: str) -> npt.NDArray[np.generic]:
+    try:
+        return np.frombuffer(column, dtype=dtype)
+    except ValueError as error:
+        raise EngineContractError(f"{name}: {len(column)} bytes are not a column of {dtype}") from error

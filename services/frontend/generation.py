@@ -1,0 +1,108 @@
+"""One choice: ids come in from the engine, text goes out."""
+
+from __future__ import annotations
+
+import math
+
+import grpc
+
+from services.common.errors import RequestError
+from services.frontend.detokenizer import Detokenizer
+from services.frontend.engine import EngineFinish, Outputs
+from services.frontend.request import Delta, Job, Logprob, Stopped
+from services.frontend.stops import StopMatcher
+from services.frontend.tokenizer import TextTokenizer
+
+
+class Choice:
+    """Turns outputs into deltas until the choice has stopped; ids after a stop string's match are dropped.
+
+    `push` raises RequestError(INTERNAL) for output that cannot be right or that the tokenizer cannot read.
+    """
+
+    def __init__(self, job: Job, tokenizer: TextTokenizer) -> None:
+        self._job = job
+        self._detokenizer = Detokenizer(tokenizer, job.prompt_ids, skip_special_tokens=job.options.skip_special_tokens)
+        self._stops = StopMatcher(job.options.stop, include=job.options.include_stop_string)
+        self._cumulative_logprob = 0.0
+        self.num_tokens = 0
+        self.cached_tokens = 0
+        self.stopped: Stopped | None = None
+
+    def push(self, outputs: Outputs) -> Delta:
+        """What is new for the client; the last delta has `stopped`."""
+        self._check(outputs)
+        if outputs.cached_tokens is not None:
+            self.cached_tokens = outputs.cached_tokens
+        try:
+            text, kept = self._read(outputs.token_ids)
+            if self.stopped is None and outputs.finish is not None:
+                text += self._finish(outputs.finish)
+        except Exception as error:
+            raise _broken("DETOKENIZE", f"the tokenizer cannot decode what the model wrote: {error}") from error
+        logprobs = outputs.logprobs[:kept] if self._job.options.logprobs is not None else ()
+        self._cumulative_logprob += sum(entry.logprob for entry in logprobs)
+        return Delta(
+            text=text,
+            token_ids=outputs.token_ids[:kept],
+            logprobs=logprobs,
+            stopped=self.stopped,
+            cumulative_logprob=self._cumulative_logprob if self._wants_sum() else None,
+        )
+
+    def nothing(self) -> Delta:
+        """The answer to max_tokens 0: a finish, and no ids."""
+        self.stopped = Stopped("length")
+        return Delta(stopped=self.stopped, cumulative_logprob=0.0 if self._wants_sum() else None)
+
+    def _read(self, token_ids: tuple[int, ...]) -> tuple[str, int]:
+        """(text that may be sent, how many of the ids are kept)."""
+        pieces = []
+        for place, token_id in enumerate(token_ids):
+            self.num_tokens += 1
+            pieces.append(self._scan(self._detokenizer.push(token_id)))
+            if self.stopped is not None:
+                return "".join(pieces), place + 1
+        return "".join(pieces), len(token_ids)
+
+    def _scan(self, text: str) -> str:
+        scanned = self._stops.push(text, may_stop=self.num_tokens >= self._job.options.min_tokens)
+        if scanned.stop is not None:
+            self.stopped = Stopped("stop", stop_string=scanned.stop)
+        return scanned.text
+
+    def _finish(self, finish: EngineFinish) -> str:
+        text = self._scan(self._detokenizer.flush())
+        if self.stopped is None:
+            text += self._stops.flush()
+            self.stopped = self._stopped_by(finish)
+        return text
+
+    def _stopped_by(self, finish: EngineFinish) -> Stopped:
+        if finish.stop_id is None:
+            return Stopped(finish.reason)
+        if finish.stop_id in self._job.eos_ids and not self._job.options.ignore_eos:
+            return Stopped(finish.reason, eos_token_id=finish.stop_id)
+        return Stopped(finish.reason, stop_token_id=finish.stop_id)
+
+    def _wants_sum(self) -> bool:
+        return self.stopped is not None and self._job.options.logprobs is not None
+
+    def _check(self, outputs: Outputs) -> None:
+        vocab_size = self._job.engine.vocab_size
+        for token_id in outputs.token_ids:
+            if token_id >= vocab_size:
+                raise _broken("BAD_TOKEN_ID", f"the engine sampled id {token_id}, the vocabulary has {vocab_size}")
+        if self._job.options.logprobs is not None:
+            _check_logprobs(outputs.logprobs, len(outputs.token_ids))
+
+
+def _check_logprobs(logprobs: tuple[Logprob, ...], num_ids: int) -> None:
+    if len(logprobs) != num_ids:
+        raise _broken("BAD_LOGPROBS", f"the engine sent {len(logprobs)} logprobs for {num_ids} ids")
+    if any(math.isnan(entry.logprob) for entry in logprobs):
+        raise _broken("BAD_LOGPROBS", "the engine sent a logprob that is not a number")
+
+
+def _broken(reason: str, message: str) -> RequestError:
+    return RequestError(grpc.StatusCode.INTERNAL, reason, message)

@@ -1,0 +1,112 @@
+"""What a request is once it is through the door: own types, every value resolved and in range."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How ids are drawn; fields as in the contract's Sampling, none unset. `top_k` -1 is off."""
+
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything about a generation except its prompt. `max_tokens` None means to the end of the context."""
+
+    sampling: Sampling
+    seed: int
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_string: bool = False
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """An engine's hello."""
+
+    engine_id: str
+    model: str
+    fingerprint: str
+    vocab_size: int
+    context_tokens: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request that can be given to an engine. `max_tokens` is the effective one; 0 asks no engine."""
+
+    prompt_ids: tuple[int, ...]
+    options: Options
+    max_tokens: int
+    eos_ids: frozenset[int]
+    engine: EngineFacts
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The ids that end a choice: the request's own, and EOS unless it is ignored."""
+        eos = frozenset() if self.options.ignore_eos else self.eos_ids
+        return tuple(sorted(eos | set(self.options.stop_token_ids)))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Caps of the configuration on what one request may hold."""
+
+    stop_strings: int
+    stop_string_bytes: int
+    stop_token_ids: int
+    logit_biases: int
+
+    def named(self) -> dict[str, int]:
+        """By configuration key."""
+        return {
+            "max_stop_strings": self.stop_strings,
+            "max_stop_string_bytes": self.stop_string_bytes,
+            "max_stop_token_ids": self.stop_token_ids,
+            "max_logit_biases": self.logit_biases,
+        }
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """Why a choice ended: `reason` "stop" or "length", and what stopped it (at most one of the others)."""
+
+    reason: str
+    eos_token_id: int | None = None
+    stop_token_id: int | None = None
+    stop_string: str | None = None
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Of an id that was sampled: natural logarithm, and rank from 1."""
+
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What is new of a choice: text may lag behind ids; `logprobs` is as long as `token_ids`, or empty."""
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[Logprob, ...] = field(default=())
+    stopped: Stopped | None = None
+    cumulative_logprob: float | None = None

@@ -1,0 +1,109 @@
+"""Answers of the public API, from own types."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+from triptych.inference.v1 import generation_pb2, inference_pb2
+
+from services.frontend.request import Delta, Job, Options, Sampling, Stopped
+from services.frontend.tokenizer import TextTokenizer
+
+R = TypeVar("R", inference_pb2.GenerateResponse, inference_pb2.ChatResponse)
+
+_REASONS = {"stop": generation_pb2.FINISH_REASON_STOP, "length": generation_pb2.FINISH_REASON_LENGTH}
+
+
+def prompt_info(job: Job) -> inference_pb2.PromptInfo:
+    """The facts that come before any token."""
+    return inference_pb2.PromptInfo(
+        prompt_tokens=len(job.prompt_ids),
+        seed=job.options.seed,
+        max_tokens=job.max_tokens,
+        fingerprint=job.engine.fingerprint,
+    )
+
+
+def choice(delta: Delta, tokenizer: TextTokenizer) -> inference_pb2.Choice:
+    """A delta of choice 0."""
+    return inference_pb2.Choice(
+        text=delta.text,
+        token_ids=delta.token_ids,
+        logprobs=[
+            inference_pb2.PositionLogprobs(
+                token=inference_pb2.TokenLogprob(
+                    token_id=token_id, logprob=entry.logprob, rank=entry.rank, raw=tokenizer.token_bytes(token_id)
+                )
+            )
+            for token_id, entry in zip(delta.token_ids, delta.logprobs, strict=False)
+        ],
+        finish=None if delta.stopped is None else _finish(delta.stopped),
+        cumulative_logprob=delta.cumulative_logprob,
+    )
+
+
+def usage(job: Job, completion_tokens: int, cached_tokens: int) -> inference_pb2.Usage:
+    """What was used, over the one choice."""
+    return inference_pb2.Usage(
+        prompt_tokens=len(job.prompt_ids), completion_tokens=completion_tokens, cached_tokens=cached_tokens
+    )
+
+
+def _finish(stopped: Stopped) -> inference_pb2.Finish:
+    finish = inference_pb2.Finish(reason=_REASONS[stopped.reason])
+    if stopped.eos_token_id is not None:
+        finish.eos_token_id = stopped.eos_token_id
+    elif stopped.stop_token_id is not None:
+        finish.stop_token_id = stopped.stop_token_id
+    elif stopped.stop_string is not None:
+        finish.stop_string = stopped.stop_string
+    return finish
+
+
+def defaults(sampling: Sampling) -> inference_pb2.Options:
+    """What unset means, in the contract's own words."""
+    return inference_pb2.Options(
+        sampling=generation_pb2.Sampling(
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+        ),
+        n=1,
+        skip_special_tokens=Options(sampling, seed=0).skip_special_tokens,
+    )
+
+
+class Fold(Generic[R]):
+    """A stream's messages folded into one: the unary twin's answer."""
+
+    def __init__(self, empty: R) -> None:
+        self._folded: R = empty
+        self._texts: dict[int, list[str]] = {}
+        self._choices: dict[int, inference_pb2.Choice] = {}
+
+    def add(self, message: R) -> None:
+        """Takes the next message of the stream."""
+        if message.HasField("prompt"):
+            self._folded.prompt.CopyFrom(message.prompt)
+        if message.HasField("usage"):
+            self._folded.usage.CopyFrom(message.usage)
+        self._add_choices(message.choices)
+
+    def result(self) -> R:
+        """The whole."""
+        for index in sorted(self._choices):
+            self._choices[index].text = "".join(self._texts[index])
+            self._folded.choices.append(self._choices[index])
+        return self._folded
+
+    def _add_choices(self, deltas: Sequence[inference_pb2.Choice]) -> None:
+        for delta in deltas:
+            # Repeated fields append, a finish is set once; only the text has to be joined by hand.
+            whole = self._choices.setdefault(delta.index, inference_pb2.Choice())
+            self._texts.setdefault(delta.index, []).append(delta.text)
+            whole.MergeFrom(delta)

@@ -1,0 +1,66 @@
+"""The one model a frontend serves: its name, tokenizer, template and defaults, read once at start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from services.common import checkpoint
+from services.common.errors import RequestError
+from services.frontend import chat, tokenizer
+from services.frontend.control_tokens import ControlTokens
+from services.frontend.defaults import sampling_defaults
+from services.frontend.request import Sampling
+from services.frontend.tokenizer import TextTokenizer, off_loop
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """Text goes in and comes out through this; nothing in it changes after start."""
+
+    name: str
+    tokenizer: TextTokenizer
+    tokenizer_hash: str
+    chat: chat.ChatEncoder
+    defaults: Sampling
+    eos_ids: frozenset[int]
+
+    def check_name(self, name: str) -> None:
+        """Raises NOT_FOUND for a model that is not this one; an empty name is."""
+        if name and name != self.name:
+            raise RequestError(
+                grpc.StatusCode.NOT_FOUND,
+                "MODEL_NOT_FOUND",
+                f"model {name[:100]!r} is not served here, {self.name!r} is",
+            )
+
+    async def encode_text(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """Ids of a text, off the event loop when it is large."""
+        return await off_loop(len(text), lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    async def encode_chat(self, messages: Sequence[tuple[str, str]], path: str) -> tuple[int, ...]:
+        """Prompt ids of a conversation, off the event loop when it is large. Raises RequestError."""
+        size = sum(len(text) for _, text in messages)
+        return await off_loop(size, lambda: self.chat.encode(messages, path))
+
+
+def load(model: str, served_name: str | None) -> ServedModel:
+    """Reads a checkpoint folder's text side. Raises StartError."""
+    path = checkpoint.find(model)
+    definition = tokenizer.load_definition(path)
+    config = checkpoint.read_config(path)
+    return ServedModel(
+        name=served_name or _name(model, path),
+        tokenizer=tokenizer.load(definition, path),
+        tokenizer_hash=checkpoint.tokenizer_hash(path),
+        chat=chat.ChatEncoder(chat.load_source(path), ControlTokens(definition)),
+        defaults=sampling_defaults(config.generation),
+        eos_ids=frozenset(config.eos_token_ids),
+    )
+
+
+def _name(model: str, path: Path) -> str:
+    return model if checkpoint.fetched_path(model) == path else path.name

@@ -1,0 +1,96 @@
+"""The frontend as a whole: its parts put together, its health, its drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+from triptych.inference.v1 import inference_pb2_grpc
+
+from services.common.errors import unavailable
+from services.common.server import Server
+from services.frontend import served_model, service
+from services.frontend.calls import Calls
+from services.frontend.config import FrontendConfig
+from services.frontend.engine_client import HEARTBEAT_LIMIT_S, EngineClient
+from services.frontend.request import Limits
+from services.frontend.service import InferenceService
+
+log = logging.getLogger(__name__)
+
+
+class Frontend:
+    """One frontend process's worth of state. Raises StartError where it cannot be."""
+
+    def __init__(self, config: FrontendConfig) -> None:
+        self._config = config
+        self.model = served_model.load(config.model, config.served_model_name)
+        self.engine = EngineClient(config.engine, self.model.tokenizer_hash)
+        self.calls = Calls()
+        self.server = Server(config.host, config.port, max_message_bytes=config.max_message_bytes)
+        limits = Limits(
+            stop_strings=config.max_stop_strings,
+            stop_string_bytes=config.max_stop_string_bytes,
+            stop_token_ids=config.max_stop_token_ids,
+            logit_biases=config.max_logit_biases,
+        )
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(
+            InferenceService(self.model, self.engine, self.calls, limits), self.server.grpc
+        )
+        self._watch: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Listens, begins to attach to the engine, and is ready; `generate` follows the engine."""
+        await self.server.start([service.NAME])
+        await self.engine.start()
+        self._watch = asyncio.create_task(self._watch_engine())
+        await self.server.health.set_ready(True)
+        log.info("serving %s on %s:%d", self._config.service, self._config.host, self.server.port)
+        if fault := self.model.chat.fault:
+            log.warning("the chat template of %s has an error, %s; Chat is refused", self.model.name, fault)
+
+    async def run(self) -> None:
+        """Serves until it is told to end."""
+        try:
+            await self.server.run(self.drain, drain_s=self._config.drain_s)
+        finally:
+            await self._end()
+
+    async def drain(self) -> None:
+        """Refuses new calls and waits for the running ones; cancelled, it ends them with UNAVAILABLE."""
+        self.calls.close()
+        await self._stop_watching()
+        await self.server.health.set_ready(False)
+        await self.server.health.set_generate(False)
+        try:
+            await self.calls.idle()
+        except asyncio.CancelledError:
+            self.engine.fail_all(unavailable("DRAINING", "this frontend was shut down before the answer was done"))
+            raise
+
+    async def close(self) -> None:
+        """Stops at once, for a frontend that does not `run`."""
+        await self.server.stop()
+        await self._end()
+
+    async def _end(self) -> None:
+        await self._stop_watching()
+        await self.engine.close()
+
+    async def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watch
+            self._watch = None
+
+    async def _watch_engine(self) -> None:
+        """Keeps `generate` true to the engine; sleeps until it may have changed."""
+        while True:
+            self.engine.changed.clear()
+            can = self.engine.can_generate()
+            await self.server.health.set_generate(can)
+            left_s = max(HEARTBEAT_LIMIT_S - self.engine.silent_s(), 0.01) if can else None
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.engine.changed.wait(), left_s)

@@ -1,0 +1,216 @@
+"""InferenceService: each RPC from the door to its answer."""
+
+# ruff: noqa: N802  methods have the contract's names
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeAlias, TypeVar
+
+import grpc
+from triptych.inference.v1 import inference_pb2, inference_pb2_grpc
+
+from services.common.errors import RequestError, unavailable
+from services.frontend import responses
+from services.frontend.calls import Calls
+from services.frontend.door import DOOR
+from services.frontend.engine import Submission
+from services.frontend.engine_client import EngineClient
+from services.frontend.generation import Choice
+from services.frontend.intake import Intake
+from services.frontend.request import Delta, EngineFacts, Job, Limits
+from services.frontend.responses import Fold
+from services.frontend.served_model import ServedModel
+from services.frontend.tokenizer import off_loop
+from services.frontend.validation import check_ids
+
+NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+REQUEST_ID_KEY = "triptych-request-id"
+
+R = TypeVar("R", inference_pb2.GenerateResponse, inference_pb2.ChatResponse)
+Context: TypeAlias = Any  # grpc.aio.ServicerContext; the generated base class names a union that mypy cannot narrow
+Prepare: TypeAlias = Callable[[EngineFacts], Awaitable[Job]]
+
+log = logging.getLogger(__name__)
+
+
+class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
+    """The public API of one model; the state of a request lives in its call alone."""
+
+    def __init__(self, model: ServedModel, engine: EngineClient, calls: Calls, limits: Limits) -> None:
+        self._model = model
+        self._engine = engine
+        self._calls = calls
+        self._limits = limits
+        self._intake = Intake(model, limits)
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """A text or token-id prompt, continued."""
+
+        def prepare(facts: EngineFacts) -> Awaitable[Job]:
+            return self._intake.generate(request, facts)
+
+        async for message in self._stream(request, prepare, inference_pb2.GenerateResponse, context):
+            yield message
+
+    async def Chat(
+        self, request: inference_pb2.ChatRequest, context: Context
+    ) -> AsyncIterator[inference_pb2.ChatResponse]:
+        """A conversation, answered."""
+
+        def prepare(facts: EngineFacts) -> Awaitable[Job]:
+            return self._intake.chat(request, facts)
+
+        async for message in self._stream(request, prepare, inference_pb2.ChatResponse, context):
+            yield message
+
+    async def GenerateUnary(
+        self, request: inference_pb2.GenerateUnaryRequest, context: Context
+    ) -> inference_pb2.GenerateUnaryResponse:
+        """Generate's messages folded into one."""
+
+        def prepare(facts: EngineFacts) -> Awaitable[Job]:
+            return self._intake.generate(request.request, facts, "request.")
+
+        fold = Fold(inference_pb2.GenerateResponse())
+        async for message in self._stream(request, prepare, inference_pb2.GenerateResponse, context):
+            fold.add(message)
+        return inference_pb2.GenerateUnaryResponse(response=fold.result())
+
+    async def ChatUnary(
+        self, request: inference_pb2.ChatUnaryRequest, context: Context
+    ) -> inference_pb2.ChatUnaryResponse:
+        """Chat's messages folded into one."""
+
+        def prepare(facts: EngineFacts) -> Awaitable[Job]:
+            return self._intake.chat(request.request, facts, "request.")
+
+        fold = Fold(inference_pb2.ChatResponse())
+        async for message in self._stream(request, prepare, inference_pb2.ChatResponse, context):
+            fold.add(message)
+        return inference_pb2.ChatUnaryResponse(response=fold.result())
+
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: Context
+    ) -> inference_pb2.TokenizeResponse:
+        """The ids of a text or a chat, and each id's bytes."""
+        await _greet(context)
+        with self._calls.entered():
+            DOOR.check(request)
+            ids = await self._intake.tokenize(request)
+            raw = await off_loop(len(ids), lambda: [self._model.tokenizer.token_bytes(i) for i in ids])
+            return inference_pb2.TokenizeResponse(token_ids=ids, raw=raw)
+
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: Context
+    ) -> inference_pb2.DetokenizeResponse:
+        """The text of ids as a whole."""
+        await _greet(context)
+        with self._calls.entered():
+            DOOR.check(request)
+            self._model.check_name(request.model)
+            ids = tuple(request.token_ids)
+            check_ids(ids, self._vocab_size(), "token_ids")
+            skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+            text = await off_loop(len(ids), lambda: self._model.tokenizer.decode(ids, skip_special_tokens=skip))
+            return inference_pb2.DetokenizeResponse(text=text)
+
+    async def GetModel(
+        self, request: inference_pb2.GetModelRequest, context: Context
+    ) -> inference_pb2.GetModelResponse:
+        """The model's facts. UNAVAILABLE until an engine has told them."""
+        await _greet(context)
+        with self._calls.entered():
+            DOOR.check(request)
+            self._model.check_name(request.model)
+            return inference_pb2.GetModelResponse(model=self._describe())
+
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: Context
+    ) -> inference_pb2.ListModelsResponse:
+        """The one model served here."""
+        await _greet(context)
+        with self._calls.entered():
+            DOOR.check(request)
+            return inference_pb2.ListModelsResponse(models=[self._describe()])
+
+    async def _stream(self, request: Any, prepare: Prepare, response: type[R], context: Context) -> AsyncIterator[R]:
+        """Prompt facts, deltas, usage: the one way every generation goes."""
+        request_id = await _greet(context)
+        with self._calls.entered():
+            DOOR.check(request)
+            job = await prepare(self._engine.require())
+            choice = Choice(job, self._model.tokenizer)
+            yield response(prompt=responses.prompt_info(job))
+            async for delta in self._deltas(job, choice, request_id, context):
+                yield response(choices=[responses.choice(delta, self._model.tokenizer)])
+            yield response(usage=responses.usage(job, choice.num_tokens, choice.cached_tokens))
+
+    async def _deltas(self, job: Job, choice: Choice, request_id: str, context: Context) -> AsyncIterator[Delta]:
+        if job.max_tokens == 0:
+            yield choice.nothing()
+            return
+        request = self._engine.submit(_submission(job, context))
+        # A call that is cancelled while a slow client holds up a message leaves this generator where it is: the
+        # callback is what tells the engine at once.
+        context.add_done_callback(lambda _: request.close())
+        try:
+            while choice.stopped is None:
+                yield choice.push(await request.take())
+        except RequestError as error:
+            if error.code is grpc.StatusCode.INTERNAL:
+                log.error("request %s (label %r): %s", request_id, job.options.label, error.message)
+            raise
+        finally:
+            request.close()
+
+    def _describe(self) -> inference_pb2.Model:
+        facts = self._engine.facts
+        if facts is None:
+            raise unavailable("NO_ENGINE", "no engine has told the model's facts yet")
+        return inference_pb2.Model(
+            name=self._model.name,
+            fingerprint=facts.fingerprint,
+            context_tokens=facts.context_tokens,
+            vocab_size=facts.vocab_size,
+            eos_token_ids=sorted(self._model.eos_ids),
+            defaults=responses.defaults(self._model.defaults),
+            limits=self._limits.named(),
+            has_chat_template=self._model.chat.has_template,
+        )
+
+    def _vocab_size(self) -> int:
+        """The engine's may be padded past the tokenizer's, and its ids can be sampled."""
+        facts = self._engine.facts
+        return max(self._model.tokenizer.vocab_size, facts.vocab_size if facts else 0)
+
+
+async def _greet(context: Context) -> str:
+    """Tells the request's id before anything else, errors included."""
+    request_id = uuid.uuid4().hex
+    await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
+    return request_id
+
+
+def _submission(job: Job, context: Context) -> Submission:
+    remaining_s: float | None = context.time_remaining()
+    if remaining_s is not None and remaining_s <= 0:
+        raise RequestError(
+            grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE", "the deadline passed before the engine was asked"
+        )
+    return Submission(
+        prompt_ids=job.prompt_ids,
+        sampling=job.options.sampling,
+        seed=job.options.seed,
+        max_tokens=job.max_tokens,
+        min_tokens=job.options.min_tokens,
+        stop_ids=job.stop_ids,
+        logprobs=job.options.logprobs,
+        arrived_unix_ns=time.time_ns(),
+        timeout_ms=None if remaining_s is None else int(remaining_s * 1000),
+    )

@@ -1,0 +1,175 @@
+"""Options from the wire to our own: each value against its range, unset ones filled. Every refusal names its field."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import replace
+
+from triptych.inference.v1 import generation_pb2, inference_pb2
+
+from services.common.errors import RequestError, invalid, unserved
+from services.frontend.door import MAX_CHOICES
+from services.frontend.request import Limits, Options, Sampling
+
+LABEL_BYTES = 128
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
+
+def read_options(
+    options: inference_pb2.Options, *, defaults: Sampling, limits: Limits, vocab_size: int, path: str = "options"
+) -> Options:
+    """Options in range, sampling and seed filled. Raises RequestError(INVALID_ARGUMENT or UNIMPLEMENTED)."""
+    _check_counts(options, path)
+    sampling = _read_sampling(options.sampling, defaults, limits, vocab_size, f"{path}.sampling")
+    return Options(
+        sampling=sampling,
+        seed=options.seed if options.HasField("seed") else draw_seed(),
+        max_tokens=options.max_tokens if options.HasField("max_tokens") else None,
+        min_tokens=options.min_tokens,
+        stop=_read_stops(options, limits, f"{path}.stop"),
+        stop_token_ids=_read_stop_ids(options, limits, vocab_size, f"{path}.stop_token_ids"),
+        ignore_eos=options.ignore_eos,
+        include_stop_string=options.include_stop_string,
+        logprobs=options.logprobs if options.HasField("logprobs") else None,
+        skip_special_tokens=options.skip_special_tokens if options.HasField("skip_special_tokens") else True,
+        label=_read_label(options.label, f"{path}.label"),
+    )
+
+
+def draw_seed() -> int:
+    """64 random bits, for a request that names no seed."""
+    return int.from_bytes(os.urandom(8), "little")
+
+
+def check_ids(ids: tuple[int, ...], vocab_size: int, path: str) -> None:
+    """Raises INVALID_ARGUMENT for the first id that is not below the vocabulary size."""
+    if ids and max(ids) >= vocab_size:
+        place = next(i for i, token_id in enumerate(ids) if token_id >= vocab_size)
+        raise invalid(f"{path}[{place}]", f"is {ids[place]}; ids lie below the vocabulary size, {vocab_size}")
+
+
+def output_length(
+    options: Options, *, prompt_tokens: int, context_tokens: int, prompt_field: str, path: str = "options"
+) -> int:
+    """The effective max_tokens: prompt and output together fit the context.
+
+    An unset max_tokens is what the context leaves, 0 for a prompt that fills it. Raises INVALID_ARGUMENT for an empty
+    prompt, a prompt or a sum that is too long, and a min_tokens past max_tokens.
+    """
+    if prompt_tokens == 0:
+        raise invalid(prompt_field, "the prompt has 0 tokens; one or more are needed", "EMPTY_PROMPT")
+    room = context_tokens - prompt_tokens
+    wanted = "unset" if options.max_tokens is None else str(options.max_tokens)
+    if room < 0:
+        raise invalid(
+            prompt_field,
+            f"the prompt has {prompt_tokens} tokens (max_tokens {wanted}), the context holds {context_tokens}; "
+            "shorten it or start the scheduler with a larger --max-model-len",
+            "PROMPT_TOO_LONG",
+        )
+    max_tokens = room if options.max_tokens is None else options.max_tokens
+    if max_tokens > room:
+        raise invalid(
+            f"{path}.max_tokens",
+            f"is {max_tokens}; with the prompt's {prompt_tokens} tokens that is {prompt_tokens + max_tokens}, the "
+            f"context holds {context_tokens}; ask for at most {room}, or start the scheduler with a larger "
+            "--max-model-len",
+            "CONTEXT_EXCEEDED",
+        )
+    if options.min_tokens > max_tokens:
+        raise invalid(f"{path}.min_tokens", f"is {options.min_tokens}, max_tokens is {max_tokens}; lower it")
+    return max_tokens
+
+
+def check_sampling(sampling: Sampling, path: str) -> None:
+    """Raises INVALID_ARGUMENT for the first value out of the contract's range; NaN and infinities are out of range."""
+    _within(sampling.temperature, 0, 100, f"{path}.temperature")
+    _within(sampling.top_p, 0, 1, f"{path}.top_p", open_low=True)
+    _within(sampling.min_p, 0, 1, f"{path}.min_p")
+    _within(sampling.repetition_penalty, 0, 10, f"{path}.repetition_penalty", open_low=True)
+    _within(sampling.presence_penalty, -2, 2, f"{path}.presence_penalty")
+    _within(sampling.frequency_penalty, -2, 2, f"{path}.frequency_penalty")
+    if sampling.top_k < -1:
+        raise invalid(f"{path}.top_k", f"is {sampling.top_k}; -1 and 0 turn it off, else it is 1 or more")
+
+
+def _read_sampling(
+    sampling: generation_pb2.Sampling, defaults: Sampling, limits: Limits, vocab_size: int, path: str
+) -> Sampling:
+    fields = {field.name for field, _ in sampling.ListFields()}
+    given = {name: getattr(sampling, name) for name in _SAMPLING_FIELDS if name in fields}
+    resolved = replace(defaults, **given)
+    check_sampling(resolved, path)
+    if resolved.top_k <= 0 or resolved.top_k >= vocab_size:
+        resolved = replace(resolved, top_k=-1)
+    return replace(resolved, logit_bias=_read_bias(sampling, limits, vocab_size, f"{path}.logit_bias"))
+
+
+def _read_bias(
+    sampling: generation_pb2.Sampling, limits: Limits, vocab_size: int, path: str
+) -> tuple[tuple[int, float], ...]:
+    _at_most(len(sampling.logit_bias), limits.logit_biases, "entries", path, "max_logit_biases")
+    bias = tuple(sorted(sampling.logit_bias.items()))
+    for token_id, value in bias:
+        if token_id >= vocab_size:
+            raise invalid(f"{path}[{token_id}]", f"ids lie below the vocabulary size, {vocab_size}")
+        if value != -math.inf:
+            _within(value, -100, 100, f"{path}[{token_id}]", or_else=" or -inf")
+    return bias
+
+
+def _read_stops(options: inference_pb2.Options, limits: Limits, path: str) -> tuple[str, ...]:
+    _at_most(len(options.stop), limits.stop_strings, "strings", path, "max_stop_strings")
+    for i, stop in enumerate(options.stop):
+        if not stop:
+            raise invalid(f"{path}[{i}]", "is empty; a stop string has one character or more")
+        _at_most(len(stop.encode()), limits.stop_string_bytes, "bytes", f"{path}[{i}]", "max_stop_string_bytes")
+    return tuple(options.stop)
+
+
+def _read_stop_ids(options: inference_pb2.Options, limits: Limits, vocab_size: int, path: str) -> tuple[int, ...]:
+    _at_most(len(options.stop_token_ids), limits.stop_token_ids, "ids", path, "max_stop_token_ids")
+    ids = tuple(options.stop_token_ids)
+    check_ids(ids, vocab_size, path)
+    return ids
+
+
+def _check_counts(options: inference_pb2.Options, path: str) -> None:
+    if options.HasField("n") and options.n != MAX_CHOICES:
+        if options.n == 0:
+            raise invalid(f"{path}.n", "is 0; at least one choice is returned")
+        raise unserved(f"{path}.n", f"is {options.n}; more than {MAX_CHOICES} is not served yet")
+    if options.logprobs > 0:
+        raise unserved(
+            f"{path}.logprobs", f"is {options.logprobs}; alternatives are not served yet, 0 gives each id's own"
+        )
+
+
+def _read_label(label: str, path: str) -> str:
+    if len(label.encode()) > LABEL_BYTES:
+        raise invalid(path, f"has {len(label.encode())} bytes, at most {LABEL_BYTES} are kept")
+    return label
+
+
+def _at_most(count: int, limit: int, what: str, path: str, key: str) -> None:
+    if count > limit:
+        raise invalid(path, f"has {count} {what}, at most {limit} are taken ({key})")
+
+
+def _within(value: float, low: float, high: float, path: str, *, open_low: bool = False, or_else: str = "") -> None:
+    fits = low < value <= high if open_low else low <= value <= high
+    if not fits:  # also NaN
+        raise _out_of_range(value, f"{'(' if open_low else '['}{low}, {high}]{or_else}", path)
+
+
+def _out_of_range(value: float, allowed: str, path: str) -> RequestError:
+    return invalid(path, f"is {value:g}; it must be in {allowed}")
