@@ -25,6 +25,7 @@ import numpy as np
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc
 from triptych.inference.v1 import generation_pb2
 
+from loadtest.stub_steps import StubRequest, StubStep
 from services.common.server import server_options
 
 NextId = Callable[[tuple[int, ...], int], int]
@@ -56,16 +57,6 @@ class Faults:
     def hit(self, prompt: tuple[int, ...]) -> bool:
         """Whether a request with this prompt meets the faults."""
         return self.only_prompt is None or self.only_prompt == prompt
-
-
-@dataclass
-class _Running:
-    submit: engine_pb2.Submit
-    prompt: tuple[int, ...]
-    stop_ids: frozenset[int]
-    arrived_unix_ns: int
-    num_output: int = 0
-    started: bool = False
 
 
 class StubEngine:
@@ -100,7 +91,7 @@ class StubEngine:
         self._ids_per_step = ids_per_step
         self._step_s = step_s
         self._heartbeat_s = heartbeat_s
-        self._state = engine_pb2.ENGINE_STATE_SERVING
+        self._state: engine_pb2.EngineState.ValueType = engine_pb2.ENGINE_STATE_SERVING
         self._sessions: set[_Session] = set()
         self._server: grpc.aio.Server | None = None
         self._engine_id = f"stub-{time.time_ns():x}"
@@ -149,7 +140,7 @@ class StubEngine:
         """Goes on."""
         self._go.set()
 
-    def set_state(self, state: engine_pb2.EngineState) -> None:
+    def set_state(self, state: engine_pb2.EngineState.ValueType) -> None:
         """Tells every frontend at once."""
         self._state = state
         for session in self._sessions:
@@ -175,7 +166,7 @@ class StubEngine:
         await asyncio.sleep(self._heartbeat_s)
         await self._go.wait()
 
-    def id_at(self, request: _Running) -> int:
+    def id_at(self, request: StubRequest) -> int:
         """The next id of a request, the fault's where there is one."""
         if self.faults.hit(request.prompt) and self.faults.bad_id_at == request.num_output:
             return self.faults.bad_id
@@ -266,7 +257,7 @@ class _Session:
     """One attached frontend: its requests and what goes up to it."""
 
     engine: StubEngine
-    running: dict[int, _Running] = field(default_factory=dict)
+    running: dict[int, StubRequest] = field(default_factory=dict)
     outbox: asyncio.Queue[engine_pb2.AttachResponse | None] = field(default_factory=asyncio.Queue)
     work: asyncio.Event = field(default_factory=asyncio.Event)
     steps: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
@@ -296,7 +287,7 @@ class _Session:
 
     def _submit(self, submit: engine_pb2.Submit) -> None:
         self.engine.submits.append(submit)
-        self.running[submit.request_id] = _Running(
+        self.running[submit.request_id] = StubRequest(
             submit,
             prompt=tuple(np.frombuffer(submit.prompt_ids, "<u4").tolist()),
             stop_ids=frozenset(np.frombuffer(submit.stop_ids, "<u4").tolist()),
@@ -318,11 +309,11 @@ class _Session:
             if not any(self._steps(request) for request in self.running.values()):
                 self.work.clear()
 
-    def _steps(self, request: _Running) -> bool:
+    def _steps(self, request: StubRequest) -> bool:
         return not (self.engine.faults.silent and self.engine.faults.hit(request.prompt))
 
     def _make_step(self) -> None:
-        step = _Step(next(self.steps))
+        step = StubStep(next(self.steps))
         for request in list(self.running.values()):
             if not self._steps(request):
                 continue
@@ -335,7 +326,7 @@ class _Session:
         if any(faults.cut_at == r.num_output and faults.hit(r.prompt) for r in self.running.values()):
             self.end()
 
-    def _meets_fault(self, request: _Running, step: _Step) -> bool:
+    def _meets_fault(self, request: StubRequest, step: StubStep) -> bool:
         faults = self.engine.faults
         if faults.failed is None or not faults.hit(request.prompt) or request.num_output < faults.failed_at:
             return False
@@ -346,7 +337,7 @@ class _Session:
         del self.running[request.submit.request_id]
         return True
 
-    def _advance(self, request: _Running, step: _Step) -> None:
+    def _advance(self, request: StubRequest, step: StubStep) -> None:
         submit = request.submit
         ids: list[int] = []
         finished: engine_pb2.Finished | None = None
@@ -366,68 +357,6 @@ class _Session:
             finished.last_token_unix_ns = time.time_ns()
             step.finished.append(finished)
             del self.running[submit.request_id]
-
-
-@dataclass
-class _Step:
-    """One StepOutputs in the making. A made-up logprob is -(position + 1) / 8, rank position + 1."""
-
-    number: int
-    request_ids: list[int] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    started: list[engine_pb2.Started] = field(default_factory=list)
-    finished: list[engine_pb2.Finished] = field(default_factory=list)
-    failed: list[engine_pb2.Failed] = field(default_factory=list)
-
-    @property
-    def anything(self) -> bool:
-        return bool(self.request_ids or self.failed)
-
-    def add(self, request: _Running, ids: list[int]) -> None:
-        if request.submit.HasField("logprobs"):
-            self.places += range(len(self.token_ids), len(self.token_ids) + len(ids))
-            self.positions += range(request.num_output - len(ids), request.num_output)
-        self.request_ids.append(request.submit.request_id)
-        self.counts.append(len(ids))
-        self.token_ids += ids
-        if not request.started:
-            request.started = True
-            now = time.time_ns()
-            self.started.append(
-                engine_pb2.Started(
-                    request_id=request.submit.request_id,
-                    queued_unix_ns=request.arrived_unix_ns,
-                    scheduled_unix_ns=now,
-                    first_token_unix_ns=now,
-                )
-            )
-
-    def message(self) -> engine_pb2.StepOutputs:
-        one_each = all(count == 1 for count in self.counts)
-        return engine_pb2.StepOutputs(
-            step=self.number,
-            request_ids=np.array(self.request_ids, "<u8").tobytes(),
-            token_counts=b"" if one_each else np.array(self.counts, "<u4").tobytes(),
-            token_ids=np.array(self.token_ids, "<u4").tobytes(),
-            logprobs=self._logprobs(),
-            started=self.started,
-            finished=self.finished,
-            failed=self.failed,
-        )
-
-    def _logprobs(self) -> generation_pb2.LogprobColumns | None:
-        if not self.places:
-            return None
-        every = len(self.places) == len(self.token_ids)
-        positions = np.array(self.positions)
-        return generation_pb2.LogprobColumns(
-            places=b"" if every else np.array(self.places, "<u4").tobytes(),
-            logprobs=(-(positions + 1) / 8).astype("<f4").tobytes(),
-            ranks=(positions + 1).astype("<u4").tobytes(),
-        )
 
 
 async def _serve(options: argparse.Namespace) -> None:

@@ -36,13 +36,13 @@ class ControlTokens:
         self._contents: list[str] = list(self._spelled)
         # Digits: no template filter or normalizer changes them, and 40 random ones are in nobody's text.
         self._mark, self._name = (_secret() for _ in range(2))
-        self._tokenizer = _renamed(parsed, {content: self._name_of(i) for content, i in self._spelled.items()})
         spellings = [
             rf"(?<!\w){re.escape(token['content'])}(?!\w)" if token.get("single_word") else re.escape(token["content"])
             for token in sorted(controls, key=lambda token: -len(token["content"]))
         ]
         self._in_user = re.compile("|".join(re.escape(c) for c in sorted(self._contents, key=len, reverse=True)))
         self._in_rendered = re.compile("|".join([rf"{self._mark}(\d{{6}})", *spellings]))
+        self._tokenizer = _renamed(parsed, {content: self._name_of(i) for content, i in self._spelled.items()})
 
     def mark(self, text: str) -> str:
         """A user's text with each spelled control token replaced by a mark that a template carries through."""
@@ -84,7 +84,7 @@ def _secret() -> str:
 
 
 def _renamed(definition: dict[str, Any], names: Mapping[str, str]) -> Tokenizer:
-    """The tokenizer with other contents, and the same ids, for the added tokens in `names`."""
+    """The tokenizer with other contents, and the same ids, for the added tokens in `names`. Changes `definition`."""
     for token in definition.get("added_tokens", []):
         token["content"] = names.get(token["content"], token["content"])
     model = definition["model"]

@@ -1,0 +1,86 @@
+"""The stub engine's requests and the StepOutputs it makes of them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+from triptych.engine.v1 import engine_pb2
+from triptych.inference.v1 import generation_pb2
+
+
+@dataclass
+class StubRequest:
+    """A request under way."""
+
+    submit: engine_pb2.Submit
+    prompt: tuple[int, ...]
+    stop_ids: frozenset[int]
+    arrived_unix_ns: int
+    num_output: int = 0
+    started: bool = False
+
+
+@dataclass
+class StubStep:
+    """One StepOutputs in the making. A made-up logprob is -(position + 1) / 8, rank position + 1."""
+
+    number: int
+    request_ids: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    started: list[engine_pb2.Started] = field(default_factory=list)
+    finished: list[engine_pb2.Finished] = field(default_factory=list)
+    failed: list[engine_pb2.Failed] = field(default_factory=list)
+
+    @property
+    def anything(self) -> bool:
+        """Whether there is something to send."""
+        return bool(self.request_ids or self.failed)
+
+    def add(self, request: StubRequest, ids: list[int]) -> None:
+        """New ids, counted in the request already."""
+        if request.submit.HasField("logprobs"):
+            self.places += range(len(self.token_ids), len(self.token_ids) + len(ids))
+            self.positions += range(request.num_output - len(ids), request.num_output)
+        self.request_ids.append(request.submit.request_id)
+        self.counts.append(len(ids))
+        self.token_ids += ids
+        if not request.started:
+            request.started = True
+            now = time.time_ns()
+            self.started.append(
+                engine_pb2.Started(
+                    request_id=request.submit.request_id,
+                    queued_unix_ns=request.arrived_unix_ns,
+                    scheduled_unix_ns=now,
+                    first_token_unix_ns=now,
+                )
+            )
+
+    def message(self) -> engine_pb2.StepOutputs:
+        one_each = all(count == 1 for count in self.counts)
+        return engine_pb2.StepOutputs(
+            step=self.number,
+            request_ids=np.array(self.request_ids, "<u8").tobytes(),
+            token_counts=b"" if one_each else np.array(self.counts, "<u4").tobytes(),
+            token_ids=np.array(self.token_ids, "<u4").tobytes(),
+            logprobs=self._logprobs(),
+            started=self.started,
+            finished=self.finished,
+            failed=self.failed,
+        )
+
+    def _logprobs(self) -> generation_pb2.LogprobColumns | None:
+        if not self.places:
+            return None
+        every = len(self.places) == len(self.token_ids)
+        positions = np.array(self.positions)
+        return generation_pb2.LogprobColumns(
+            places=b"" if every else np.array(self.places, "<u4").tobytes(),
+            logprobs=(-(positions + 1) / 8).astype("<f4").tobytes(),
+            ranks=(positions + 1).astype("<u4").tobytes(),
+        )
