@@ -55,7 +55,7 @@ class EngineClient:
 
     def __init__(self, target: str, tokenizer_hash: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.changed = asyncio.Event()
-        """Set when `can_generate` may have changed; who waits clears it."""
+    X
         self.facts: EngineFacts | None = None
         """The last hello; it outlives the stream."""
         self._target = target
@@ -196,12 +196,12 @@ class EngineClient:
         )
 
     def _on_heartbeat(self, message: engine_pb2.Heartbeat) -> None:
-        could = self.can_generate()
+        before = (self._state, self.can_generate())
         self._state = message.state
         self._heard_s = self._clock()
         if not self._attached:
             self._trouble = f"the engine at {self._target} is loading its model"
-        if could != self.can_generate():
+        if before != (self._state, self.can_generate()):
             self.changed.set()
 
     def _detach(self) -> None:
@@ -221,6 +221,7 @@ class EngineClient:
         if trouble != self._trouble or was_attached:
             log.warning("no engine at %s", trouble)
         self._trouble = trouble
+        self.changed.set()
 
 
 async def _write(

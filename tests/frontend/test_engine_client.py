@@ -1,0 +1,183 @@
+"""The one stream to the engine: attached, lost, refused, attached again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from triptych.engine.v1 import engine_pb2
+
+from loadtest.stub_engine import Faults, StubEngine
+from services.common.errors import RequestError
+from services.frontend.engine import Outputs, Submission
+from services.frontend.engine_client import HEARTBEAT_LIMIT_S, EngineClient
+from services.frontend.mailbox import Mailbox
+from services.frontend.request import Sampling
+
+TIMEOUT_S = 20
+
+
+def submission(*prompt: int, max_tokens: int = 4) -> Submission:
+    return Submission(
+        prompt_ids=prompt or (1, 2, 3),
+        sampling=Sampling(),
+        seed=1,
+        max_tokens=max_tokens,
+        min_tokens=0,
+        stop_ids=(),
+        logprobs=None,
+        arrived_unix_ns=1,
+        timeout_ms=None,
+    )
+
+
+@asynccontextmanager
+async def client_of(engine: StubEngine, **arguments: object) -> AsyncIterator[EngineClient]:
+    client = EngineClient(engine.address, "t" * 64, **arguments)  # type: ignore[arg-type]
+    await client.start()
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def until(client: EngineClient, condition: Callable[[], bool]) -> None:
+    """Returns when `condition` holds; looked at whenever the engine's state may have changed."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():
+            client.changed.clear()
+            await client.changed.wait()
+
+
+async def until_refused(client: EngineClient, words: str) -> None:
+    """Returns when requests are refused with a reason that holds `words`."""
+
+    def refused() -> bool:
+        try:
+            client.require()
+        except RequestError as error:
+            return words in error.message
+        return False
+
+    await until(client, refused)
+
+
+def refusal(client: EngineClient) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        client.require()
+    assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+    assert caught.value.retry_after_s
+    return caught.value
+
+
+async def test_outputs_reach_their_request_and_a_finished_one_is_not_aborted() -> None:
+    async with StubEngine(script=[7, 8], ids_per_step=2) as engine, client_of(engine) as client:
+        await until(client, client.can_generate)
+        request = client.submit(submission(max_tokens=3))
+        taken = await request.take()
+        while taken.finish is None:
+            taken = taken.then(await request.take())
+        assert taken.token_ids == (7, 8, 7)
+        request.close()
+        other = client.submit(submission(max_tokens=1))
+        await other.take()
+        assert engine.aborts == [] and other.request_id != request.request_id
+
+
+async def test_closing_a_request_aborts_it_once() -> None:
+    async with StubEngine(step_s=0.01) as engine, client_of(engine) as client:
+        await until(client, client.can_generate)
+        request = client.submit(submission(max_tokens=1000))
+        await request.take()
+        request.close()
+        request.close()
+        await engine.wait_until(lambda e: e.aborts == [request.request_id])
+        assert engine.num_running == 0
+
+
+async def test_an_engine_that_dies_fails_its_requests_and_is_attached_again() -> None:
+    async with StubEngine(step_s=0.01) as engine, client_of(engine) as client:
+        await until(client, client.can_generate)
+        request = client.submit(submission(max_tokens=1000))
+        await request.take()
+        await engine.stop()
+        with pytest.raises(RequestError) as caught:
+            while True:
+                await request.take()
+        assert caught.value.code is grpc.StatusCode.UNAVAILABLE and caught.value.reason == "ENGINE_LOST"
+        assert not client.can_generate() and client.facts is not None
+        refusal(client)
+        await engine.start()
+        await until(client, client.can_generate)
+        assert len(engine.hellos) == 2
+        assert engine.hellos[0].frontend_id == engine.hellos[1].frontend_id
+
+
+async def test_a_tokenizer_that_does_not_fit_is_told_and_tried_again_slowly(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    async with StubEngine(tokenizer_hash="other") as engine, client_of(engine) as client:
+        await until_refused(client, "tokenizer tttt")
+        await asyncio.sleep(0.5)
+        assert len(engine.hellos) == 1, "tried again at once"
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+async def test_an_engine_of_another_version_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    async with StubEngine(faults=Faults(hello_version=9)) as engine, client_of(engine) as client:
+        await until_refused(client, "version 9")
+        assert "version 9" in caplog.text
+
+
+async def test_an_absent_engine_is_logged_once_not_at_every_try(caplog: pytest.LogCaptureFixture) -> None:
+    engine = StubEngine()
+    await engine.start()
+    await engine.stop()
+    async with client_of(engine) as client:
+        await until_refused(client, "UNAVAILABLE")
+        await asyncio.sleep(1)
+        assert len([record for record in caplog.records if "no engine" in record.message]) == 1
+        assert engine.address in refusal(client).message
+
+
+async def test_the_engines_state_decides_what_is_taken() -> None:
+    async with StubEngine() as engine, client_of(engine) as client:
+        await until(client, client.can_generate)
+        engine.set_state(engine_pb2.ENGINE_STATE_RECOVERING)
+        await until(client, lambda: not client.can_generate())
+        client.require()  # requests wait there
+        engine.set_state(engine_pb2.ENGINE_STATE_DRAINING)
+        await until_refused(client, "draining")
+        engine.set_state(engine_pb2.ENGINE_STATE_SERVING)
+        await until(client, client.can_generate)
+
+
+async def test_an_engine_that_is_silent_for_three_seconds_does_not_count() -> None:
+    now = [0.0]
+    async with (
+        StubEngine(faults=Faults(no_heartbeats=True)) as engine,
+        client_of(engine, clock=lambda: now[0]) as client,
+    ):
+        await until(client, client.can_generate)
+        now[0] = HEARTBEAT_LIMIT_S - 0.1
+        assert client.can_generate()
+        now[0] = HEARTBEAT_LIMIT_S
+        assert not client.can_generate()
+        assert "3.0 s ago" in refusal(client).message
+        engine.set_state(engine_pb2.ENGINE_STATE_SERVING)  # a heartbeat
+        await until(client, client.can_generate)
+
+
+async def test_outputs_of_a_slow_reader_are_joined_and_come_before_its_error() -> None:
+    mailbox = Mailbox()
+    mailbox.put(Outputs((1, 2), cached_tokens=3))
+    mailbox.put(Outputs((4,)))
+    mailbox.fail(RequestError(grpc.StatusCode.INTERNAL, "FIRST", "first"))
+    mailbox.fail(RequestError(grpc.StatusCode.INTERNAL, "SECOND", "second"))
+    assert await mailbox.take() == Outputs((1, 2, 4), cached_tokens=3)
+    for _ in range(2):
+        with pytest.raises(RequestError, match="first"):
+            await mailbox.take()
