@@ -55,7 +55,7 @@ class EngineClient:
 
     def __init__(self, target: str, tokenizer_hash: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.changed = asyncio.Event()
-    X
+        """Set when what `can_generate` or `require` say may have changed; who waits clears it."""
         self.facts: EngineFacts | None = None
         """The last hello; it outlives the stream."""
         self._target = target
