@@ -20,12 +20,17 @@ from services.common.errors import StartError
 START_ORDER = ("executor", "scheduler", "frontend")
 STOP_ORDER = ("frontend", "scheduler", "executor")  # so that running streams drain
 
+ANSWER_TOKENS = 256
+"""Of the answer to --prompt, which is greedy, so that it is the same each time."""
+
 _COLOURS = {"frontend": 36, "scheduler": 33, "executor": 35, "triptych": 32}
 
 
 def run(argv: Sequence[str]) -> int:
     """Serves until SIGINT, SIGTERM or SIGHUP (exit code 0), or until one of the three ends by itself (1)."""
     plan = up_plan.read(argv)
+    if plan.prompt is not None:
+        client("")  # told now, not after the weights are loaded, when the client package is missing
     for model in plan.models:
         fetch_if_wanted(model)
     return asyncio.run(_supervise(plan))
@@ -70,7 +75,7 @@ async def _begin(plan: Plan) -> None:
     address = plan.addresses["frontend"]
     if plan.prompt is not None:
         await _answer(address, plan.prompt)
-    print(examples(address, served=plan.models[0]), flush=True)
+    print(examples(address, plan.served_name), flush=True)
 
 
 async def _answer(address: str, prompt: str) -> None:
@@ -79,15 +84,15 @@ async def _answer(address: str, prompt: str) -> None:
 
         print(f"\n> {prompt}\n", flush=True)
         try:
-            await show(connection.chat(prompt), Shown())
+            await show(connection.chat(prompt, temperature=0, max_tokens=ANSWER_TOKENS), Shown())
         except TriptychError as error:
             raise for_people(error, address) from None
 
 
-def examples(address: str, served: str) -> str:
+def examples(address: str, served_name: str) -> str:
     """How to call a server, for people."""
     return f"""
-{served} is served on {address}; Ctrl-C ends it. From another terminal:
+{served_name} is served on {address}; Ctrl-C ends it. From another terminal:
 
   {shell_name("triptych")} chat --address {address} "Why is the sky blue?"
 

@@ -6,6 +6,7 @@ import argparse
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from services.cli.parts import config_type
 from services.cli.processes import Command
@@ -29,6 +30,7 @@ class Plan:
     addresses: Mapping[str, str]
     """By service, as reached from this machine."""
     models: tuple[str, ...]
+    served_name: str
     prompt: str | None
 
 
@@ -54,7 +56,7 @@ def read(argv: Sequence[str]) -> Plan:
         name: Command(name, tuple(flags[name]), resolved[name].config.drain_s + STOP_MARGIN_S) for name in SERVICES
     }
     models = tuple(dict.fromkeys(resolved[name].config.model for name in SERVICES))
-    return Plan(commands, addresses, models, options.prompt)
+    return Plan(commands, addresses, models, _served_name(resolved["frontend"]), options.prompt)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -70,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", help="address the frontend listens on (127.0.0.1)")
     parser.add_argument("--port", type=int, help="port the frontend listens on (50051)")
     parser.add_argument("--config", metavar="FILE", help="YAML file with one section a service")
-    parser.add_argument("--prompt", metavar="TEXT", help="answer this once the engine is ready, and serve on")
+    parser.add_argument("--prompt", metavar="TEXT", help="answer this (greedily) once ready, and serve on")
     parser.add_argument("--print-config", action="store_true", help="print all values and their sources, and exit")
     return parser
 
@@ -127,6 +129,11 @@ def _print_config(resolved: Mapping[str, Resolved[ServiceConfig]]) -> None:
         for line in part.lines():
             print(f"  # {peer}: chosen at start" if peer and line.startswith(f"{peer}:") else f"  {line}")
     raise SystemExit(0)
+
+
+def _served_name(frontend: Resolved[ServiceConfig]) -> str:
+    chosen = frontend.config.model_dump()["served_model_name"]
+    return str(chosen or Path(frontend.config.model).name)
 
 
 def _port(resolved: Resolved[ServiceConfig], *, keep: bool) -> int:
