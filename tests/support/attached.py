@@ -89,7 +89,10 @@ class Told:
 class Frontend:
     """`async with Frontend(server) as frontend: told = await frontend.run([1, 2, 3], max_tokens=4)`."""
 
-    def __init__(self, server: SchedulerServer, **hello: Any) -> None:
+    def __init__(self, server: SchedulerServer, *, window_bytes: int | None = None, **hello: Any) -> None:
+        self._options = channel_options()
+        if window_bytes is not None:  # how far the transport reads ahead of a reader that pauses
+            self._options += [("grpc.http2.lookahead_bytes", window_bytes), ("grpc.http2.bdp_probe", 0)]
         self._address = f"127.0.0.1:{server.server.port}"
         self._hello_fields = {
             "min_version": 1,
@@ -108,7 +111,7 @@ class Frontend:
         self._paused.set()
 
     async def __aenter__(self) -> Frontend:
-        self._channel = grpc.aio.insecure_channel(self._address, options=channel_options())
+        self._channel = grpc.aio.insecure_channel(self._address, options=self._options)
         self.call = engine_pb2_grpc.EngineServiceStub(self._channel).Attach()
         self._reader = asyncio.create_task(self._read())
         await self.send(hello=engine_pb2.FrontendHello(**self._hello_fields))
@@ -260,3 +263,46 @@ def _logprobs(outputs: engine_pb2.StepOutputs, num_ids: int) -> dict[int, tuple[
     places = np.frombuffer(columns.places, dtype="<u4").tolist() or list(range(num_ids))
     ranks = np.frombuffer(columns.ranks, dtype="<u4").tolist()
     return dict(zip(places, zip(values, ranks, strict=True), strict=True))
+
+
+@dataclass
+class Bench:
+    """A stub executor, a scheduler on it, and one frontend attached."""
+
+    stub: StubExecutor
+    server: SchedulerServer
+    frontend: Frontend
+
+    async def idle(self) -> None:
+        """Nothing is left, everything is free, and the executor holds nothing either."""
+        await until_idle(self.server)
+        batch = self.stub.batch
+        await until(lambda: batch is not None and not batch.slots and batch.num_blocks_held == 0)
+
+    @property
+    def free_blocks(self) -> int:
+        return self.server.engine.core.free_blocks
+
+    @property
+    def total_blocks(self) -> int:
+        return self.server.engine.core.total_blocks
+
+
+@contextlib.asynccontextmanager
+async def bench(
+    model: Path, *, stub: StubExecutor | None = None, max_pending_bytes: int | None = None, **config: Any
+) -> AsyncIterator[Bench]:
+    """All three, ready; ends idle, or fails."""
+    stub = stub or StubExecutor()
+    async with (
+        stub,
+        scheduler_for(stub, model, max_pending_bytes=max_pending_bytes, **config) as server,
+        Frontend(server) as frontend,
+    ):
+        await frontend.greeted()
+        found = Bench(stub, server, frontend)
+        yield found
+        if server.engine.can_generate:
+            stub.release()
+            await frontend.abort(*frontend.told)
+            await found.idle()

@@ -1,0 +1,208 @@
+"""The executor comes late, dies, faults, hangs, contradicts itself, or does not fit."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from triptych.engine.v1 import engine_pb2
+
+from loadtest.stub_batch import expected_ids
+from loadtest.stub_executor import Faults, StubExecutor
+from services.common.errors import StartError
+from services.scheduler import executor_run, plan_codec
+from services.scheduler.config import SchedulerConfig
+from services.scheduler.server import SchedulerServer
+from tests.support.attached import Bench, Frontend, Told, bench, finished, scheduler_for, until, until_idle, write_model
+
+VOCAB = 512
+
+
+def states(frontend: Frontend) -> list[int]:
+    """Of its heartbeats, repetitions left out."""
+    seen: list[int] = []
+    for beat in frontend.heartbeats:
+        if not seen or seen[-1] != beat.state:
+            seen.append(beat.state)
+    return seen
+
+
+async def lost_and_back(b: Bench, told: list[Told]) -> None:
+    """All that ran or waited ends UNAVAILABLE, and in a higher epoch new requests get their ids."""
+    await finished(*told)
+    for mine in told:
+        assert mine.code is grpc.StatusCode.UNAVAILABLE
+        assert mine.failed is not None and mine.failed.reason == "EXECUTOR_LOST"
+    await until(lambda: b.server.engine.can_generate)
+    again = await b.frontend.run([4, 4], seed=3)
+    assert again.ids == expected_ids([4, 4], 3, 8, VOCAB)
+    assert b.stub.epochs == sorted(set(b.stub.epochs)) and len(b.stub.epochs) == 2
+    await b.idle()
+    serving, recovering = engine_pb2.ENGINE_STATE_SERVING, engine_pb2.ENGINE_STATE_RECOVERING
+    await until(lambda: states(b.frontend)[-3:] == [serving, recovering, serving])
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        Faults(fault_at_step=3),
+        Faults(cut_at_step=3),
+        Faults(wrong_count_at_step=3),
+    ],
+    ids=["fault", "cut", "contradiction"],
+)
+async def test_a_lost_epoch_ends_its_requests_and_the_next_serves(model: Path, faults: Faults) -> None:
+    async with bench(model, stub=StubExecutor(faults=faults), max_num_seqs=2) as b:
+        told = [await b.frontend.submit([n] * 9, max_tokens=20) for n in range(5)]
+        await lost_and_back(b, told)
+
+
+async def test_a_step_past_its_deadline_ends_the_epoch(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_codec, "BASE_DEADLINE_MS", 300)
+    monkeypatch.setattr(plan_codec, "DEADLINE_MS_PER_TOKEN", 0)
+    monkeypatch.setattr(executor_run, "STEP_SLACK_S", 0.1)
+    async with bench(model, stub=StubExecutor(faults=Faults(hang_at_step=2))) as b:
+        told = [await b.frontend.submit([n] * 9, max_tokens=20) for n in range(3)]
+        await lost_and_back(b, told)
+        assert b.stub.plans[0].deadline_ms == 300
+
+
+async def test_an_idle_scheduler_notices_the_loss_too(model: Path) -> None:
+    async with bench(model, stub=StubExecutor()) as b:
+        port = b.stub.port
+        await b.stub.stop()
+        await until(lambda: not b.server.engine.can_generate)
+        assert b.server.engine.state == engine_pb2.ENGINE_STATE_RECOVERING
+        refused = await b.frontend.run([1])
+        assert refused.code is grpc.StatusCode.UNAVAILABLE
+        assert b.server.server.health.is_serving("readiness")
+        async with StubExecutor(port=port) as second:  # a restart: nothing is loaded, the address is the same
+            await until(lambda: b.server.engine.can_generate)
+            assert second.num_blocks == b.stub.num_blocks
+            assert (await b.frontend.run([1])).finished
+            await until_idle(b.server)
+
+
+async def test_a_killed_executor_ends_requests_and_its_successor_serves(model: Path) -> None:
+    async with bench(model, stub=StubExecutor(step_s=0.01)) as b:
+        told = [await b.frontend.submit([n] * 9, max_tokens=500) for n in range(3)]
+        await told[0].first.wait()
+        await b.stub.stop()
+        await finished(*told)
+        assert {mine.code for mine in told} == {grpc.StatusCode.UNAVAILABLE}
+        async with StubExecutor(port=b.stub.port):
+            await until(lambda: b.server.engine.can_generate)
+            assert (await b.frontend.run([1], seed=8)).ids == expected_ids([1], 8, 8, VOCAB)
+            await until_idle(b.server)
+
+
+async def test_a_successor_with_other_weights_is_not_used(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with bench(model) as b:
+        await b.stub.stop()
+        async with StubExecutor(port=b.stub.port, weights_hash="ff" * 32):
+            with caplog.at_level(logging.WARNING):
+                await until(lambda: "other weights" in caplog.text)
+            assert not b.server.engine.can_generate
+
+
+async def test_an_executor_that_is_late_is_waited_for(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stub = StubExecutor()
+    async with stub:
+        pass  # its port is free again
+    with caplog.at_level(logging.WARNING):
+        async with scheduler_for(stub, model, wait=False) as server, Frontend(server) as frontend:
+            await until(lambda: len(frontend.heartbeats) >= 2)
+            assert states(frontend) == [engine_pb2.ENGINE_STATE_LOADING]
+            early = await frontend.run([1])
+            assert early.code is grpc.StatusCode.UNAVAILABLE
+            assert server.server.health.is_serving("readiness")
+            assert not server.server.health.is_serving("generate")
+            await until(lambda: "waiting for the executor at" in caplog.text)
+            assert frontend.hello is None
+            await stub.start()
+            await frontend.greeted()
+            await until(lambda: server.server.health.is_serving("generate"))
+            assert (await frontend.run([1])).finished
+            await until_idle(server)
+    await stub.stop()
+
+
+async def test_generate_turns_false_when_the_executor_falls_silent(model: Path) -> None:
+    async with bench(model) as b:
+        run = b.server.engine._run
+        assert run is not None and b.server.engine.can_generate
+        run.heard_s -= 3.5
+        assert not b.server.engine.can_generate
+        await until(lambda: b.server.engine.can_generate)  # its next heartbeat
+
+
+async def test_generate_turns_false_when_a_step_is_stuck(model: Path) -> None:
+    async with bench(model) as b:
+        b.stub.hold()
+        await b.frontend.submit([1])
+        await b.stub.plan_arrived(1)
+        assert b.server.engine.can_generate
+        run = b.server.engine._run
+        assert run is not None and run.step_since_s is not None
+        run.step_since_s -= 31
+        assert not b.server.engine.can_generate
+        b.stub.release()
+
+
+# -- configurations that cannot be
+
+
+async def start_error(stub: StubExecutor, model: Path, **config: Any) -> str:
+    async with stub:
+        server = SchedulerServer(SchedulerConfig(port=0, executor=f"127.0.0.1:{stub.port}", model=str(model), **config))
+        await server.start()
+        with pytest.raises(StartError) as caught:
+            async with asyncio.timeout(10):
+                await server.run()
+        return str(caught.value)
+
+
+async def test_an_executor_that_refuses_the_model_ends_the_start(model: Path) -> None:
+    error = await start_error(StubExecutor(refuse_load="gpt2 is not served"), model)
+    assert "refuses Load: FAILED_PRECONDITION: gpt2 is not served" in error
+
+
+async def test_an_executor_with_another_vocabulary_ends_the_start(model: Path) -> None:
+    error = await start_error(StubExecutor(vocab_size=100), model)
+    assert "has 100 ids, model here has 512" in error
+
+
+async def test_memory_for_less_than_two_blocks_ends_the_start(model: Path) -> None:
+    error = await start_error(StubExecutor(kv_bytes=1500, block_bytes=1024), model)
+    assert "1500 bytes for KV, a block takes 1024 and 2 are needed" in error
+
+
+async def test_a_length_beyond_the_models_ends_the_start(model: Path) -> None:
+    with pytest.raises(StartError, match="--max-model-len is 2000, but model holds 1024"):
+        SchedulerServer(SchedulerConfig(model=str(model), max_model_len=2000))
+
+
+async def test_the_context_is_the_least_of_model_operator_and_pool(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = write_model(tmp_path / "m", context_tokens=300)
+    for config, context_tokens in (({}, 300), ({"max_model_len": 200}, 200), ({"num_kv_blocks": 9}, 128)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            async with bench(model, stub=StubExecutor(), **config) as b:
+                hello = await b.frontend.greeted()
+                assert hello.context_tokens == context_tokens
+                assert b.stub.config is not None
+                assert b.stub.config.context_tokens == (200 if "max_model_len" in config else 300)
+        assert ("the context is lowered" in caplog.text) == ("num_kv_blocks" in config)
+
+
+async def test_more_blocks_than_fit_are_not_promised(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        async with bench(model, stub=StubExecutor(kv_bytes=20 * 1024), num_kv_blocks=500) as b:
+            assert b.stub.num_blocks == 20
+    assert "--num-kv-blocks is 500, but the executor's memory holds 20" in caplog.text

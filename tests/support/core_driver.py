@@ -1,0 +1,217 @@
+"""Drives the scheduler's core against the stub executor's batch, without I/O: every plan passes through the contract's
+messages and its strict checks, every id is known in advance, and the books are audited after each step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from loadtest.stub_batch import Batch, expected_ids
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.request import Failure, RequestKey, Submission
+from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.core.step import Finished, Started, StepPlan, StepResult, Updates
+from services.scheduler.plan_codec import encode_plan
+
+MS = 1_000_000
+
+
+@dataclass
+class Seen:
+    """What one request was told, and what it should be."""
+
+    submission: Submission
+    ids: list[int] = field(default_factory=list)
+    started: Started | None = None
+    finished: Finished | None = None
+    failure: Failure | None = None
+    aborted: bool = False
+
+    @property
+    def ended(self) -> bool:
+        return self.finished is not None or self.failure is not None or self.aborted
+
+
+class CoreDriver:
+    """`step()` plans, executes and applies once. With several plans in flight, results come as late as they may."""
+
+    def __init__(self, **limits: Any) -> None:
+        figures = {
+            "vocab_size": 97,
+            "context_tokens": 64,
+            "num_blocks": 17,
+            "block_tokens": 4,
+            "max_slots": 4,
+            "max_step_tokens": 16,
+            "max_waiting": 100,
+            **limits,
+        }
+        self.limits = Limits(**figures)
+        self.core = Scheduler(self.limits)
+        self.seen: dict[RequestKey, Seen] = {}
+        self.plans: list[StepPlan] = []
+        self.now_ns = MS
+        self.bad_ids: dict[RequestKey, int] = {}  # told in place of the next id
+        self.failing: set[RequestKey] = set()  # whose next sampling row fails
+        self._results: deque[StepResult] = deque()
+        self._slot_keys: dict[int, RequestKey] = {}
+        self._next_id = 1
+        self._new_batch()
+
+    def _new_batch(self) -> None:
+        limits = self.limits
+        self.batch = Batch(
+            vocab_size=limits.vocab_size,
+            num_blocks=limits.num_blocks,
+            block_tokens=limits.block_tokens,
+            max_slots=limits.max_slots,
+            max_step_tokens=limits.max_step_tokens,
+            context_tokens=limits.context_tokens,
+            max_in_flight=limits.max_in_flight,
+        )
+
+    # -- requests
+
+    def submit(self, prompt: Sequence[int] | int, **fields: Any) -> RequestKey:
+        """A prompt of these ids, or of so many; its key. Fields are Submission's."""
+        key = RequestKey(fields.pop("frontend", 1), self._next_id)
+        self._next_id += 1
+        if isinstance(prompt, int):
+            prompt = [(key.request_id * 7 + i) % self.limits.vocab_size for i in range(prompt)]
+        fields = {"max_tokens": 8, "seed": key.request_id, "key": key, **fields}
+        submission = Submission(prompt_ids=np.array(prompt, dtype=np.uint32), **fields)
+        self.seen[key] = Seen(submission)
+        failure = self.core.submit(submission, self.now_ns)
+        if failure is not None:
+            self.seen[key].failure = failure
+        return key
+
+    def abort(self, key: RequestKey) -> None:
+        if not self.seen[key].ended:
+            self.seen[key].aborted = True
+        self.core.abort(key)
+
+    def expected(self, key: RequestKey) -> list[int]:
+        """All ids that it receives when nothing ends it early: cut at its first stop id."""
+        submission = self.seen[key].submission
+        ids = expected_ids(
+            submission.prompt_ids.tolist(), submission.seed, submission.max_tokens, self.limits.vocab_size
+        )
+        for position, token_id in enumerate(ids):
+            if token_id in submission.stop_ids and position >= submission.min_tokens:
+                return ids[: position + 1]
+        return ids
+
+    # -- steps
+
+    def plan(self) -> StepPlan | None:
+        """One plan, executed but not applied; None when there is none."""
+        stuck_without = self._must_start()
+        plan = self.core.plan(self.now_ns)
+        self.core.check_books()
+        assert plan is not None or not stuck_without, "something waits, nothing runs, enough is free: nothing planned"
+        if plan is None:
+            return None
+        assert plan.started or not stuck_without
+        assert plan.num_tokens <= self.limits.max_step_tokens
+        self.plans.append(plan)
+        for start in plan.started:
+            self._slot_keys[start.slot] = start.submission.key
+        self._results.append(self._execute(plan))
+        return plan
+
+    def apply(self) -> Updates:
+        """The oldest result in flight."""
+        self.now_ns += MS
+        updates = self.core.apply(self._results.popleft(), self.now_ns)
+        self.core.check_books()
+        self.take(updates)
+        return updates
+
+    def step(self) -> StepPlan | None:
+        """Plans until enough is in flight, then applies one result; the last plan made."""
+        last = None
+        while (plan := self.plan()) is not None:
+            last = plan
+        if self._results:
+            self.apply()
+        return last
+
+    def run(self, limit: int = 5000) -> int:
+        """Steps until the engine is idle; how many it took."""
+        for steps in range(limit):
+            applied = self.core.applied_step
+            if self.step() is None and self.core.applied_step == applied:
+                assert self.core.num_requests == 0
+                self.core.check_idle()
+                assert self.batch.num_blocks_held == 0 and not self.batch.slots, "the executor still holds something"
+                return steps
+        raise AssertionError(f"{self.core.num_requests} requests are left after {limit} steps")
+
+    def lose_executor(self) -> None:
+        """A new epoch: what was in flight never arrives."""
+        self._results.clear()
+        self.core.new_epoch()
+        self._new_batch()
+        self.core.check_books()
+
+    def take(self, updates: Updates) -> None:
+        """Keeps what the requests are told; nothing is told of one that has ended."""
+        at = 0
+        for started in updates.started:
+            assert self.seen[started.key].started is None
+            self.seen[started.key].started = started
+        for key, count in zip(updates.keys, updates.counts, strict=True):
+            seen = self.seen[key]
+            assert not seen.ended
+            seen.ids += updates.token_ids[at : at + count]
+            assert seen.ids == self.expected(key)[: len(seen.ids)]
+            at += count
+        assert at == len(updates.token_ids) == len(updates.places)
+        for finished in updates.finished:
+            assert not self.seen[finished.key].ended
+            assert self.seen[finished.key].ids == self.expected(finished.key)
+            self.seen[finished.key].finished = finished
+        for failure in updates.failed:
+            assert not self.seen[failure.key].ended
+            self.seen[failure.key].failure = failure
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._results)
+
+    @property
+    def oldest_result(self) -> StepResult:
+        """In flight."""
+        return self._results[0]
+
+    def _must_start(self) -> bool:
+        """Whether the next plan has to start the head of the queue: all blocks and a slot are free for it."""
+        core = self.core
+        usable = core._slots.num_usable > 0 or any(
+            step <= core._next_step
+            for step, _ in core._slots._cooling  # thawed by the plan itself
+        )
+        idle = core.num_running == 0 and core.num_in_flight == 0 and core.free_blocks == core.total_blocks
+        return core.num_waiting > 0 and idle and usable
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        counts, ids, failed = [], [], {}
+        for row in self.batch.take(encode_plan(plan).plan):
+            key = self._slot_keys[row.number]
+            if not row.samples:
+                counts.append(0)
+            elif key in self.failing:
+                self.failing.discard(key)
+                failed[row.number] = "BAD_LOGITS"
+                counts.append(0)
+            else:
+                token_id = self.batch.next_id(row.slot)
+                row.slot.append(token_id)
+                counts.append(1)
+                ids.append(self.bad_ids.pop(key, token_id))
+        return StepResult(plan.step, counts, ids, failed)
