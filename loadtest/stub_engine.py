@@ -104,6 +104,11 @@ class StubEngine:
         return f"127.0.0.1:{self.port}"
 
     @property
+    def prompts(self) -> list[tuple[int, ...]]:
+        """Prompt ids of `submits`."""
+        return [tuple(np.frombuffer(submit.prompt_ids, "<u4").tolist()) for submit in self.submits]
+
+    @property
     def num_running(self) -> int:
         """Requests that have neither finished nor been aborted."""
         return sum(len(session.running) for session in self._sessions)
