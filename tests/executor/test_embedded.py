@@ -332,14 +332,15 @@ def test_the_converted_checkpoints_logits_are_those_of_transformers_own_gguf_loa
     folder = tmp_path / "converted"
     folder.mkdir()
     embedded.convert(model, folder, silent)
-    ours = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).float()
+    ours = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     # What from_pretrained(gguf_file=...) does, without its demand for the accelerate package.
     config = load_gguf_checkpoint(model)["config"]
-    theirs = LlamaForCausalLM(LlamaConfig(**config)).bfloat16()
+    theirs = LlamaForCausalLM(LlamaConfig(**config)).eval()
     loaded = load_gguf_checkpoint(model, return_tensors=True, model_to_load=theirs, torch_dtype=torch.bfloat16)
     missing, unexpected = theirs.load_state_dict(loaded["tensors"], strict=False)
     assert (missing, unexpected) in (([], []), (["lm_head.weight"], []))  # tied
-    theirs.float().eval()
+    weights = ours.state_dict()
+    assert all(torch.equal(weights[name], weight) for name, weight in theirs.state_dict().items())
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     for text in ("The capital of France is", "def add(a, b):\n    return", "In  2024, 1 + 1 = 2. " * 20):
         ids = torch.tensor([tokenizer.encode(text).ids])
