@@ -111,12 +111,7 @@ class Sampler:
             if i in adjusted:
                 scores[at] = adjusted[i]
         params = [rows[i].params for i in which]
-        scores /= _column([p.temperature for p in params], scores)
-        probabilities = scores.softmax(dim=-1)
-        cut = [at for at, p in enumerate(params) if p.filters(self._vocab_size)]
-        if cut:
-            kept = probabilities[cut]
-            probabilities[cut] = kept.where(_kept(kept, [params[at] for at in cut]), 0.0)
+        probabilities = _probabilities(scores, params)
         uniform = noise.uniform(
             np.array([p.seed for p in params], dtype=np.uint64),
             np.array([rows[i].position for i in which], dtype=np.uint64),
@@ -134,6 +129,16 @@ class Sampler:
             logprobs[which] = of_drawn.nan_to_num(nan=LOWEST_LOGPROB).clamp(min=LOWEST_LOGPROB).cpu().numpy()
             ranks[which] = (asked > asked.gather(-1, drawn)).sum(dim=-1).add(1).cpu().numpy()
         return logprobs, ranks
+
+
+def _probabilities(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """What temperature and filters make of scores, [rows, vocab] float64; 0 for an id that is cut off."""
+    probabilities = (scores / _column([p.temperature for p in params], scores)).softmax(dim=-1)
+    cut = [at for at, p in enumerate(params) if p.filters(scores.shape[1])]
+    if cut:
+        kept = probabilities[cut]
+        probabilities[cut] = kept.where(_kept(kept, [params[at] for at in cut]), 0.0)
+    return probabilities
 
 
 def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
@@ -244,10 +249,10 @@ class _Limits:
 
 
 def _inverse_cdf(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """First id, [rows], whose summed probability passes uniform * sum. Rows need not sum to 1, only to more than 0."""
+    """First id, [rows], whose summed probability passes uniform * sum. Rows need not sum to 1, only to more than 0.
+
+    There always is one: uniform is at most 1 - 2**-53, whose product with a normal float64 is below that float64. An
+    id of probability 0 adds nothing to the sum, so it is never the first.
+    """
     sums = probabilities.cumsum(dim=-1)
-    total = sums[:, -1:].contiguous()
-    ids = torch.searchsorted(sums, uniform.unsqueeze(-1) * total, right=True)
-    # uniform * total can round up to total, which no sum passes: then the last id that added to it.
-    last = torch.searchsorted(sums, total, right=False)
-    return ids.minimum(last).squeeze(-1)
+    return torch.searchsorted(sums, uniform.unsqueeze(-1) * sums[:, -1:], right=True).squeeze(-1)

@@ -14,7 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.executor import noise
-from services.executor.sampler import LOWEST_LOGPROB, Sampled, Sampler, SampleRow, SamplingParams, _inverse_cdf
+from services.executor.sampler import (
+    LOWEST_LOGPROB,
+    Sampled,
+    Sampler,
+    SampleRow,
+    SamplingParams,
+    _inverse_cdf,
+    _probabilities,
+)
 from tests.executor import reference_sampler as ref
 
 NONE = np.zeros(0, np.uint32)
@@ -93,7 +101,7 @@ def batches(draw: st.DrawFn) -> tuple[np.ndarray[Any, Any], list[SampleRow]]:
     return np.array([[draw(first), *draw(values)] for _ in rows], dtype=np.float32), rows
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(batches())
 def test_any_row_is_drawn_as_the_reference_draws_it(batch: tuple[np.ndarray[Any, Any], list[SampleRow]]) -> None:
     check_against_reference(*batch)
@@ -203,6 +211,17 @@ def test_a_row_alone_is_to_the_bit_the_row_among_any_neighbours(vocab_size: int,
 
 
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("vocab_size", [333, 8191])
+def test_the_probabilities_that_a_row_is_drawn_from_are_its_own_to_the_bit(vocab_size: int, threads: int) -> None:
+    params = [replace(one, temperature=temperature) for one in MIXED for temperature in (0.3, 1.0, 1.7)]
+    scores = torch.randn(len(params), vocab_size, dtype=torch.float64, generator=torch.Generator().manual_seed(2)) * 3
+    torch.set_num_threads(threads)
+    together = _probabilities(scores, params)
+    for i, one in enumerate(params):
+        assert torch.equal(_probabilities(scores[i : i + 1], [one])[0], together[i])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("vocab_size", [333, 49152])
 def test_the_operations_that_it_is_built_of_give_a_row_the_same_bits_in_any_company(
     vocab_size: int, threads: int
@@ -243,10 +262,15 @@ def test_at_least_one_id_is_kept() -> None:
 
 
 def test_an_id_without_probability_is_never_drawn_even_at_the_ends_of_the_noise() -> None:
-    probabilities = torch.tensor([[0.0, 0.0, 0.3, 0.0, 0.1, 0.0, 0.0]] * 2, dtype=torch.float64)
-    ends = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
-    assert _inverse_cdf(probabilities, ends).tolist() == [2, 4]
-    assert _inverse_cdf(probabilities * 1e-300, ends).tolist() == [2, 4]
+    lowest, highest = 0.0, 1 - 2**-53
+    random = torch.rand(20_000, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    probabilities = torch.zeros(20_000, 7, dtype=torch.float64)
+    probabilities[:, [2, 3, 5]] = random
+    probabilities[:100, [2, 3, 5]] = 1.0  # sums that are powers of two, and others that are whole
+    probabilities[:50, 3] = 0.0
+    for end, first_and_last in (lowest, 2), (highest, 5):
+        ids = _inverse_cdf(probabilities, torch.full((20_000,), end, dtype=torch.float64))
+        assert set(ids.tolist()) == {first_and_last}
 
 
 @pytest.mark.parametrize("bad", [[math.nan, 1.0, 2.0], [INF, 1.0, 2.0], [-INF, -INF, -INF]])
