@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 
+GO_PACKAGES := $(shell sed -n 's/^\# *apt-get install //p' clients/go/build.sh)
+
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 
@@ -42,12 +44,10 @@ test-slow: lint model test-tools ## lint, and all tests
 	$(BIN)/pytest --case-table
 
 test-tools: ## install what the slow tests of the Node and Go examples need (Debian, as root)
-	@missing=; for tool in node npm go protoc protoc-gen-go protoc-gen-go-grpc; do \
-		command -v $$tool >/dev/null || missing="$$missing $$tool"; done; \
-	test -z "$$missing" && exit 0; \
-	echo "missing:$$missing; installing them with apt-get"; \
-	apt-get update -q && apt-get install -qy --no-install-recommends golang-go golang-google-grpc-dev \
-		protobuf-compiler protoc-gen-go protoc-gen-go-grpc $$(command -v npm >/dev/null || echo nodejs npm)
+	@missing=; for package in $(GO_PACKAGES); do dpkg -s $$package >/dev/null 2>&1 || missing="$$missing $$package"; done; \
+	command -v npm >/dev/null || missing="$$missing nodejs npm"; \
+	test -z "$$missing" || { echo "installing with apt-get:$$missing"; apt-get update -q && \
+		apt-get install -qy --no-install-recommends $$missing; }
 
 lint: install ## ruff, mypy, import-linter, buf lint, buf breaking
 	$(BIN)/ruff check .
