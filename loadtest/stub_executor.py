@@ -100,6 +100,11 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             await self._server.stop(grace=None)
             self._server = None
 
+    @property
+    def is_serving(self) -> bool:
+        """Started and not stopped."""
+        return self._server is not None
+
     async def __aenter__(self) -> StubExecutor:
         await self.start()
         return self

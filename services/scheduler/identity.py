@@ -130,7 +130,5 @@ class Model:
             )
         wanted = self.config.num_kv_blocks
         if wanted is not None and wanted > fitting:
-            log.warning(
-                "--num-kv-blocks is %d, but only %d fit the executor's memory: %d it is", wanted, fitting, fitting
-            )
+            log.warning("--num-kv-blocks is %d, but the executor's memory holds %d, which it is then", wanted, fitting)
         return fitting if wanted is None else min(wanted, fitting)

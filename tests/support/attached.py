@@ -89,16 +89,18 @@ class Told:
 class Frontend:
     """`async with Frontend(server) as frontend: told = await frontend.run([1, 2, 3], max_tokens=4)`."""
 
-    def __init__(self, server: SchedulerServer, *, window_bytes: int | None = None, **hello: Any) -> None:
+    def __init__(self, server: SchedulerServer | int, *, window_bytes: int | None = None, **hello: Any) -> None:
+        """Of a scheduler in this process, or at a port; then `tokenizer_hash` must be given."""
         self._options = channel_options()
         if window_bytes is not None:  # how far the transport reads ahead of a reader that pauses
             self._options += [("grpc.http2.lookahead_bytes", window_bytes), ("grpc.http2.bdp_probe", 0)]
-        self._address = f"127.0.0.1:{server.server.port}"
+        if not isinstance(server, int):
+            hello.setdefault("tokenizer_hash", server.engine.model.tokenizer_hash)
+        self._address = f"127.0.0.1:{server if isinstance(server, int) else server.server.port}"
         self._hello_fields = {
             "min_version": 1,
             "max_version": 1,
             "frontend_id": "test",
-            "tokenizer_hash": server.engine.model.tokenizer_hash,
             **hello,
         }
         self.told: dict[int, Told] = {}
@@ -302,7 +304,7 @@ async def bench(
         await frontend.greeted()
         found = Bench(stub, server, frontend)
         yield found
-        if server.engine.can_generate:
+        if stub.is_serving and server.engine.can_generate:
             stub.release()
             await frontend.abort(*frontend.told)
             await found.idle()
