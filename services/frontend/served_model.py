@@ -63,4 +63,6 @@ def load(model: str, served_name: str | None) -> ServedModel:
 
 
 def _name(model: str, path: Path) -> str:
-    return model if checkpoint.fetched_path(model) == path else path.name
+    """A fetched model's own name, which may have a slash in it; else the folder's."""
+    by_name = not Path(model).is_absolute() and checkpoint.fetched_path(model).resolve() == path
+    return model if by_name else path.name

@@ -1,0 +1,355 @@
+"""The public API as a client sees it: doors, facts, twins, logprobs, slow readers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.message import Message
+from triptych.inference.v1 import generation_pb2, inference_pb2, inference_pb2_grpc
+
+from loadtest.stub_engine import Faults, StubEngine
+from services.frontend.config import FrontendConfig
+from services.frontend.server import Frontend
+from tests.frontend.harness import (
+    VOCAB_SIZE,
+    Served,
+    fields_at_fault,
+    message,
+    reason,
+    retry_after_s,
+    scripted,
+    serving,
+    text_checkpoint,
+    user,
+)
+from tests.support.calls import by_ids, by_text, chat, generate, greedy
+from tests.support.checkpoints import EOS_ID
+
+Options = inference_pb2.Options
+Sampling = generation_pb2.Sampling
+
+
+@pytest.fixture
+async def served(text_model: Path) -> AsyncIterator[Served]:
+    """Ids 50 to 53 and EOS, for every prompt."""
+    async with serving(text_model, scripted([50, 51, 52, 53, EOS_ID])) as served:
+        yield served
+
+
+async def failure(call: Any) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        (Options(n=2), "options.n"),
+        (Options(best_of=1), "options.best_of"),
+        (Options(grammar=generation_pb2.Grammar(regex="a")), "options.grammar"),
+        (Options(logprobs=1), "options.logprobs"),
+        (Options(prompt_logprobs=0), "options.prompt_logprobs"),
+        (Options(echo=True), "options.echo"),
+        (Options(raw_bytes=True), "options.raw_bytes"),
+        (Options(min_delta_tokens=1), "options.min_delta_tokens"),
+        (Options(min_delta_interval_ms=1), "options.min_delta_interval_ms"),
+        (Options(priority=-1), "options.priority"),
+        (Options(cache_salt="s"), "options.cache_salt"),
+        (Options(adapter="a"), "options.adapter"),
+        (Options(resume=inference_pb2.Resume(seed=1)), "options.resume"),
+        (Options(sampling=Sampling(allowed_token_ids=[1])), "options.sampling.allowed_token_ids"),
+        (Options(sampling=Sampling(banned_token_ids=[1])), "options.sampling.banned_token_ids"),
+    ],
+)
+async def test_options_that_are_not_served_are_refused_by_name(served: Served, options: Options, field: str) -> None:
+    error = await failure(generate(served.channel, by_ids([10], options)))
+    assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert fields_at_fault(error) == [field] and field in (error.details() or "")
+    assert served.engine.submits == []
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (inference_pb2.ChatRequest(tools=[inference_pb2.Tool(name="t")]), "tools"),
+        (inference_pb2.ChatRequest(tool_choice=inference_pb2.ToolChoice(name="t")), "tool_choice"),
+        (inference_pb2.ChatRequest(parallel_tool_calls=False), "parallel_tool_calls"),
+        (inference_pb2.ChatRequest(continue_final_message=True), "continue_final_message"),
+        (inference_pb2.ChatRequest(template_args={"a": 1}), "template_args"),
+        (inference_pb2.ChatRequest(messages=[inference_pb2.ChatMessage(name="n")]), "messages[0].name"),
+        (inference_pb2.ChatRequest(messages=[user("a"), message(inference_pb2.ROLE_TOOL, "t")]), "messages[1].role"),
+        (inference_pb2.ChatRequest(messages=[inference_pb2.ChatMessage(reasoning="r")]), "messages[0].reasoning"),
+        (
+            inference_pb2.ChatRequest(
+                messages=[
+                    inference_pb2.ChatMessage(
+                        role=inference_pb2.ROLE_USER,
+                        content=[inference_pb2.ContentPart(media=inference_pb2.Media(mime_type="image/png"))],
+                    )
+                ]
+            ),
+            "messages[0].content[0].media",
+        ),
+    ],
+)
+async def test_chat_fields_that_are_not_served_are_refused_by_name(
+    served: Served, request_: inference_pb2.ChatRequest, field: str
+) -> None:
+    error = await failure(chat(served.channel, request_))
+    assert error.code() is grpc.StatusCode.UNIMPLEMENTED and fields_at_fault(error) == [field]
+
+
+async def test_a_field_nobody_knows_is_refused_not_ignored(served: Served) -> None:
+    unknown = inference_pb2.GenerateRequest.FromString(by_ids([10], greedy()).SerializeToString() + b"\xf8\x3f\x01")
+    error = await failure(generate(served.channel, unknown))
+    assert error.code() is grpc.StatusCode.UNIMPLEMENTED and fields_at_fault(error) == ["1023"]
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (inference_pb2.ChatRequest(), "messages"),
+        (inference_pb2.ChatRequest(messages=[message(inference_pb2.ROLE_UNSPECIFIED, "x")]), "messages[0].role"),
+        (
+            inference_pb2.ChatRequest(
+                messages=[
+                    inference_pb2.ChatMessage(role=inference_pb2.ROLE_USER, content=[inference_pb2.ContentPart()])
+                ]
+            ),
+            "messages[0].content[0]",
+        ),
+        (inference_pb2.ChatRequest(messages=[user("x")], options=Options(label="l" * 129)), "options.label"),
+    ],
+)
+async def test_chats_that_cannot_be_are_refused(served: Served, request_: Message, field: str) -> None:
+    error = await failure(chat(served.channel, request_))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT and fields_at_fault(error) == [field]
+
+
+async def test_every_answer_has_its_request_id_before_anything_else(served: Served) -> None:
+    stub = served.stub
+    bad = Options(n=0)
+    calls = [
+        stub.Generate(by_ids([10], greedy())),
+        stub.Generate(by_ids([10], bad)),
+        stub.GetModel(inference_pb2.GetModelRequest()),
+        stub.GetModel(inference_pb2.GetModelRequest(model="another")),
+    ]
+    seen = {dict(await call.initial_metadata())["triptych-request-id"] for call in calls}
+    assert len(seen) == len(calls) and all(len(value) == 32 for value in seen)
+
+
+async def test_prompt_facts_come_first_and_tell_what_was_decided(served: Served) -> None:
+    answer = await generate(served.channel, by_ids([10, 11], Options()))
+    assert answer.messages[0].prompt.prompt_tokens == 2 and answer.prompt.max_tokens == 1022
+    assert answer.prompt.fingerprint == "f" * 64
+    (submit,) = served.engine.submits
+    assert submit.seed == answer.prompt.seed and submit.max_tokens == 1022 and submit.num_choices == 1
+    assert (await generate(served.channel, by_ids([10], Options(seed=7)))).prompt.seed == 7
+    assert served.engine.submits[-1].seed == 7
+
+
+async def test_a_chat_reaches_the_engine_as_the_templates_ids(served: Served) -> None:
+    parts = inference_pb2.ChatMessage(
+        role=inference_pb2.ROLE_USER,
+        content=[inference_pb2.ContentPart(text="Hello "), inference_pb2.ContentPart(text="there")],
+    )
+    messages = [message(inference_pb2.ROLE_DEVELOPER, "be brief"), parts]
+    answer = await chat(served.channel, inference_pb2.ChatRequest(messages=messages, options=greedy()))
+    rendered = (
+        "<|im_start|>developer\nbe brief<|im_end|>\n<|im_start|>user\nHello there<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert list(served.engine.prompts[0]) == served.ids(rendered)
+    assert answer.ids == [50, 51, 52, 53, EOS_ID] and answer.text == served.decode([50, 51, 52, 53])
+    assert answer.finishes[0].eos_token_id == EOS_ID
+
+
+@pytest.mark.parametrize("kind", ["generate", "chat"])
+async def test_a_unary_twin_is_its_stream_folded(served: Served, kind: str) -> None:
+    options = greedy(seed=3, logprobs=0, min_tokens=1)
+    if kind == "generate":
+        request = by_text("the town", options)
+        stream = (await generate(served.channel, request)).messages
+        unary = await served.stub.GenerateUnary(inference_pb2.GenerateUnaryRequest(request=request))
+    else:
+        asked = inference_pb2.ChatRequest(messages=[user("the town")], options=options)
+        stream = (await chat(served.channel, asked)).messages
+        unary = await served.stub.ChatUnary(inference_pb2.ChatUnaryRequest(request=asked))
+    response = unary.response
+    (choice,) = response.choices
+    deltas = [c for m in stream for c in m.choices]
+    assert response.prompt == stream[0].prompt and response.usage == stream[-1].usage
+    assert choice.text == "".join(delta.text for delta in deltas)
+    assert list(choice.token_ids) == [i for delta in deltas for i in delta.token_ids]
+    assert list(choice.logprobs) == [entry for delta in deltas for entry in delta.logprobs]
+    assert choice.finish == deltas[-1].finish
+    assert choice.cumulative_logprob == deltas[-1].cumulative_logprob
+
+
+async def test_logprobs_are_one_an_id_and_summed_with_the_finish(served: Served) -> None:
+    answer = await generate(served.channel, by_ids([10], greedy(logprobs=0)))
+    entries = [entry.token for m in answer.messages for c in m.choices for entry in c.logprobs]
+    # The stub's made-up values: -(position + 1) / 8, rank position + 1.
+    assert [entry.logprob for entry in entries] == [-(n + 1) / 8 for n in range(5)]
+    assert [entry.rank for entry in entries] == [1, 2, 3, 4, 5]
+    assert [entry.token_id for entry in entries] == answer.ids
+    assert b"".join(entry.raw for entry in entries[:-1]).decode() == answer.text
+    sums = [c.cumulative_logprob for m in answer.messages for c in m.choices if c.HasField("cumulative_logprob")]
+    assert sums == [-15 / 8]
+    plain = await generate(served.channel, by_ids([10], greedy()))
+    assert not any(c.logprobs or c.HasField("cumulative_logprob") for m in plain.messages for c in m.choices)
+
+
+async def test_logprobs_of_ids_after_a_stop_string_are_dropped_with_them(text_model: Path) -> None:
+    async with serving(text_model, scripted([50, 51, 52, 53], ids_per_step=4)) as served:
+        answer = await generate(served.channel, by_ids([10], greedy(logprobs=0, stop=[served.decode([51])])))
+        entries = [entry for m in answer.messages for c in m.choices for entry in c.logprobs]
+        assert answer.ids == [50, 51] and len(entries) == 2
+        assert answer.messages[-2].choices[0].cumulative_logprob == -3 / 8
+
+
+async def test_stop_strings_wait_for_min_tokens(text_model: Path) -> None:
+    async with serving(text_model, scripted([50])) as served:
+        stop = [served.decode([50])]
+        answer = await generate(served.channel, by_ids([10], greedy(stop=stop, min_tokens=4, max_tokens=10)))
+        assert answer.ids == [50] * 4 and answer.text == stop[0] * 3
+
+
+async def test_special_tokens_show_in_text_only_when_asked(served: Served) -> None:
+    hidden = await generate(served.channel, by_ids([10], greedy()))
+    shown = await generate(served.channel, by_ids([10], greedy(skip_special_tokens=False)))
+    assert hidden.ids == shown.ids and shown.text == hidden.text + "<|im_end|>"
+
+
+async def test_names_of_the_model(served: Served) -> None:
+    assert (await generate(served.channel, inference_pb2.GenerateRequest(model="tiny-text", text="x"))).reason == "STOP"
+    asks = [
+        generate(served.channel, inference_pb2.GenerateRequest(model="another", text="x")),
+        chat(served.channel, inference_pb2.ChatRequest(model="another", messages=[user("x")])),
+        served.stub.Tokenize(inference_pb2.TokenizeRequest(model="another", text="x")),
+        served.stub.Detokenize(inference_pb2.DetokenizeRequest(model="another")),
+        served.stub.GetModel(inference_pb2.GetModelRequest(model="another")),
+    ]
+    for ask in asks:
+        error = await failure(ask)
+        assert error.code() is grpc.StatusCode.NOT_FOUND and "tiny-text" in (error.details() or "")
+
+
+async def test_a_model_may_be_served_under_another_name(text_model: Path) -> None:
+    async with serving(text_model, served_model_name="house") as served:
+        listed = await served.stub.ListModels(inference_pb2.ListModelsRequest())
+        assert [model.name for model in listed.models] == ["house"]
+        assert (await failure(served.stub.GetModel(inference_pb2.GetModelRequest(model="tiny-text")))).code() is (
+            grpc.StatusCode.NOT_FOUND
+        )
+
+
+async def test_a_model_is_described_as_it_serves(tmp_path: Path) -> None:
+    model = text_checkpoint(tmp_path / "m", generation={"temperature": 0.5, "top_k": 40})
+    async with serving(model, max_stop_strings=5) as served:
+        described = (await served.stub.GetModel(inference_pb2.GetModelRequest())).model
+        assert (described.context_tokens, described.vocab_size) == (1024, VOCAB_SIZE)
+        assert list(described.eos_token_ids) == [EOS_ID] and described.has_chat_template
+        sampling = described.defaults.sampling
+        assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.5, 40, 1.0)
+        assert described.limits["max_stop_strings"] == 5
+        # What is told is what is used.
+        await generate(served.channel, by_ids([10], Options(max_tokens=1)))
+        assert served.engine.submits[0].sampling == sampling
+
+
+async def test_tokenize_and_detokenize_are_inverse(served: Served) -> None:
+    text = "the painter 😀 <|im_end|>"
+    tokenized = await served.stub.Tokenize(inference_pb2.TokenizeRequest(text=text))
+    assert b"".join(tokenized.raw) == text.encode() and EOS_ID in tokenized.token_ids
+    ids = list(tokenized.token_ids)
+    shown = await served.stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=ids, skip_special_tokens=False))
+    hidden = await served.stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=ids))
+    assert shown.text == text and hidden.text == "the painter 😀 "
+    error = await failure(served.stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[10, VOCAB_SIZE])))
+    assert fields_at_fault(error) == ["token_ids[1]"]
+    assert fields_at_fault(await failure(served.stub.Tokenize(inference_pb2.TokenizeRequest()))) == ["input"]
+    chat_request = inference_pb2.TokenizeRequest(
+        chat=inference_pb2.ChatRequest(messages=[user("x")]), add_special_tokens=True
+    )
+    assert fields_at_fault(await failure(served.stub.Tokenize(chat_request))) == ["add_special_tokens"]
+
+
+async def test_without_an_engine_text_is_served_and_generation_is_not(text_model: Path) -> None:
+    engine = StubEngine()
+    await engine.start()
+    await engine.stop()
+    frontend = Frontend(FrontendConfig(port=0, engine=engine.address, model=str(text_model)))
+    await frontend.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{frontend.server.port}") as channel:
+            served = Served(frontend, engine, channel)
+            for ask in (
+                generate(channel, by_ids([10], greedy())),
+                served.stub.GetModel(inference_pb2.GetModelRequest()),
+                served.stub.ListModels(inference_pb2.ListModelsRequest()),
+            ):
+                error = await failure(ask)
+                assert error.code() is grpc.StatusCode.UNAVAILABLE and reason(error) == "NO_ENGINE"
+                assert retry_after_s(error) > 0
+            assert (await served.stub.Tokenize(inference_pb2.TokenizeRequest(text="x"))).token_ids
+    finally:
+        await frontend.close()
+
+
+async def test_a_slow_client_gets_fewer_and_larger_deltas(text_model: Path) -> None:
+    small_window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)]
+    # Paced, so that the frontend has read what the engine has sent.
+    engine = scripted([50, 51], context_tokens=20_000, ids_per_step=4, step_s=0.001)
+    async with serving(text_model, engine) as served:
+        address = f"127.0.0.1:{served.frontend.server.port}"
+        async with grpc.aio.insecure_channel(address, options=small_window) as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            stream = stub.Generate(by_ids([10], greedy(max_tokens=6_000, logprobs=0)))
+            assert (await stream.read()).HasField("prompt")
+            await served.engine.wait_until(lambda engine: bool(engine.submits) and engine.num_running == 0, 60)
+            sizes: list[int] = []
+            ids: list[int] = []
+            while (m := await stream.read()) is not grpc.aio.EOF:
+                for choice in m.choices:
+                    sizes.append(len(choice.token_ids))
+                    ids += choice.token_ids
+    assert ids == [50, 51] * 3_000
+    assert max(sizes) > 400 and len(sizes) < 1_500 - 100  # a step has 4
+
+
+async def test_a_cancel_by_a_client_that_does_not_read_frees_the_engine(text_model: Path) -> None:
+    async with serving(text_model, scripted([50], context_tokens=2**30)) as served:
+        stream = served.stub.Generate(by_ids([10], greedy(logprobs=0)))
+        await stream.read()
+        await served.engine.wait_until(lambda engine: engine.num_running == 1)
+        await asyncio.sleep(1.0)  # the stream's window is full: the handler waits to write
+        stream.cancel()
+        await served.engine.wait_until(lambda engine: len(engine.aborts) == 1 and engine.num_running == 0, 5)
+        await asyncio.wait_for(served.frontend.drain(), 5)
+
+
+async def test_a_label_is_escaped_where_it_is_logged(text_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(text_model, scripted([50], faults=Faults(bad_id_at=0))) as served:
+        await failure(generate(served.channel, by_ids([10], greedy(label="a\nFAKE LINE"))))
+        (line,) = [
+            record.getMessage()
+            for record in caplog.records
+            if "BAD" in record.getMessage() or "label" in record.getMessage()
+        ]
+        assert "\n" not in line and "a\\nFAKE LINE" in line
+
+
+async def test_errors_and_logs_hold_no_prompt_text(text_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    secret = "once upon a secret"
+    async with serving(text_model, scripted([50], context_tokens=4, faults=Faults(bad_id_at=0))) as served:
+        for request in (by_text(secret, greedy()), by_text(secret, Options(n=0)), by_text("a", greedy(stop=[secret]))):
+            error = await failure(generate(served.channel, request))
+            assert "secret" not in (error.details() or "")
+    assert "secret" not in caplog.text
