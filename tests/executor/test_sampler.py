@@ -211,9 +211,10 @@ def test_a_row_alone_is_to_the_bit_the_row_among_any_neighbours(vocab_size: int,
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("vocab_size", [333, 8191])
+@pytest.mark.parametrize("vocab_size", [333, 49152])
 def test_the_probabilities_that_a_row_is_drawn_from_are_its_own_to_the_bit(vocab_size: int, threads: int) -> None:
-    params = [replace(one, temperature=temperature) for one in MIXED for temperature in (0.3, 1.0, 1.7)]
+    """At 49152 and 2 threads torch.sum, for one, gives a row alone other last bits than the row among others."""
+    params = [replace(one, temperature=0.6 + 0.2 * i) for i, one in enumerate(MIXED)]
     scores = torch.randn(len(params), vocab_size, dtype=torch.float64, generator=torch.Generator().manual_seed(2)) * 3
     torch.set_num_threads(threads)
     together = _probabilities(scores, params)
