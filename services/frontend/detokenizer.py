@@ -78,16 +78,16 @@ class Detokenizer:
                 if len(tail) == wanted:
                     break
             tail.reverse()
-            if len(tail) < wanted or self._decode(self._clean_part(tail)):
+            if len(tail) < wanted or self._decode(tail):
                 return tail
             wanted *= 4
 
     def _clean_part(self, ids: list[int]) -> list[int]:
-        """The longest start of `ids` whose text does not end inside a character."""
-        end = len(ids)
-        while end and self._decode(ids[:end]).endswith(BROKEN):
-            end -= 1
-        return ids[:end]
+        """The longest start of `ids` whose text does not end inside a character; empty where none is near the end."""
+        for end in range(len(ids), max(len(ids) - _CONTEXT_IDS, 0), -1):
+            if not self._decode(ids[:end]).endswith(BROKEN):
+                return ids[:end]
+        return []
 
     def _restart(self, context: list[int], held: list[int]) -> None:
         self._context, self._held = context, list(held)

@@ -28,6 +28,7 @@ RETRY_FIRST_S, RETRY_LAST_S = 0.1, 2.0
 RETRY_MISMATCH_S = 10.0
 """Between tries where versions or tokenizers do not fit: somebody has to change something first."""
 
+_MISMATCH = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEMENTED)
 AttachCall: TypeAlias = grpc.aio.StreamStreamCall[engine_pb2.AttachRequest, engine_pb2.AttachResponse]
 
 log = logging.getLogger(__name__)
@@ -134,7 +135,7 @@ class EngineClient:
                     await self._attach(stub)
                     trouble, slow = "the engine closed the stream", False
                 except grpc.aio.AioRpcError as error:
-                    trouble, slow = _explain(error), error.code() == grpc.StatusCode.FAILED_PRECONDITION
+                    trouble, slow = _explain(error), error.code() in _MISMATCH
                 except EngineContractError as error:
                     trouble, slow = str(error), True
                 finally:

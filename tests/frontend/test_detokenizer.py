@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -101,3 +103,11 @@ def test_broken_bytes_without_end_are_sent_in_bounded_pieces(byte_level: TextTok
     deltas = stream(byte_level, [], [lone] * 1000)
     assert "".join(deltas).count(BROKEN) > 900
     assert max(len(delta) for delta in deltas) < 100
+
+
+def test_a_long_prompt_of_broken_bytes_or_of_no_text_costs_little(byte_level: TextTokenizer) -> None:
+    lone = byte_level.backend.token_to_id("Ģ")
+    for prompt in ([lone] * 100_000, [2] * 100_000):
+        before = time.perf_counter()
+        assert "".join(stream(byte_level, prompt, list(byte_level.encode("text", add_special_tokens=False)))) == "text"
+        assert time.perf_counter() - before < 1.0  # milliseconds; a decode of the whole for each id would take hours
