@@ -67,7 +67,8 @@ class ControlTokens:
         return self._name_of(self._spelled[match[0]])
 
     def _name_of(self, index: int) -> str:
-        return f"{self._name}{index:06}"
+        # Brackets, as control tokens have: a neighbour that must stand as a single word looks at them.
+        return f"<{self._name}{index:06}>"
 
 
 def is_control(token: Mapping[str, Any]) -> bool:
@@ -86,7 +87,9 @@ def _secret() -> str:
 def _renamed(definition: dict[str, Any], names: Mapping[str, str]) -> Tokenizer:
     """The tokenizer with other contents, and the same ids, for the added tokens in `names`. Changes `definition`."""
     for token in definition.get("added_tokens", []):
-        token["content"] = names.get(token["content"], token["content"])
+        if token["content"] in names:
+            # Looked for in the text as the template wrote it: some normalizers would leave a name unmatched, as text.
+            token.update(content=names[token["content"]], normalized=False)
     model = definition["model"]
     vocab = model["vocab"]
     # Renamed in the model too: a Unigram or word model would find the old content there, as an ordinary piece.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +134,33 @@ def test_where_a_template_is_found(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("[")
     with pytest.raises(StartError, match=r"tokenizer_config\.json"):
         load_source(tmp_path)
+
+
+@pytest.mark.parametrize("flags", [{}, {"rstrip": True}, {"lstrip": True}, {"single_word": True}])
+@pytest.mark.parametrize("name", ["byte_level", *sorted(WORD_STARTS)])
+def test_the_second_tokenizer_reads_a_templates_text_as_the_first_does(
+    definition: str, name: str, flags: dict[str, bool]
+) -> None:
+    parsed = json.loads(definition if name == "byte_level" else WORD_STARTS[name]())
+    if name == "metaspace_unigram":
+        flags = flags | {"single_word": False}  # its own vocabulary would find what the flag leaves as text
+    for token in parsed["added_tokens"]:
+        token.update(flags)
+    parsed["added_tokens"].append(parsed["added_tokens"][0] | {"id": 9999, "content": "<tool>", "special": False})
+    made = json.dumps(parsed)
+    first, second = TextTokenizer(made), ControlTokens(made)
+    pieces = [token["content"] for token in parsed["added_tokens"]] + ["the dog", " ", "  ", "\n", "a", "<", ">", "s"]
+    rng = random.Random(1)
+    for _ in range(200):
+        text = "".join(rng.choice(pieces) for _ in range(rng.randrange(12)))
+        assert second.encode(text) == first.encode(text, add_special_tokens=False), repr(text)
+
+
+def test_a_template_makes_control_ids_where_a_normalizer_would_hide_them() -> None:
+    parsed = json.loads(WORD_STARTS["llama2_like"]())
+    for token in parsed["added_tokens"]:
+        token["normalized"] = True  # then `tokenizers` looks for "▁</s>", and "dog</s>" has none
+    made = json.dumps(parsed)
+    first, second = TextTokenizer(made), ControlTokens(made)
+    assert 2 not in first.encode("the dog</s>", add_special_tokens=False)
+    assert second.encode("the dog</s>")[-1] == 2

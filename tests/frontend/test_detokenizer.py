@@ -7,6 +7,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from services.frontend.detokenizer import BROKEN, Detokenizer
 from services.frontend.tokenizer import TextTokenizer, load_definition
@@ -90,12 +91,28 @@ def test_a_byte_fallback_run_that_breaks_costs_no_text_and_raises_nothing() -> N
     assert "".join(deltas) == f"€{BROKEN} dog dog"
 
 
-def test_whole_characters_do_not_wait_for_a_partial_one_in_the_same_id(byte_level: TextTokenizer) -> None:
-    first, second, third = (byte_level.backend.token_to_id(c) for c in ("a", "â", "Ĥ"))
-    detokenizer = Detokenizer(byte_level, [], skip_special_tokens=True)
-    assert [detokenizer.push(i) for i in (first, second, third)] == ["a", "", ""]
-    # byte 0xE2 then 0x82; an id of "b" breaks the character off
-    assert detokenizer.push(byte_level.backend.token_to_id("b")) == f"{BROKEN}b"
+def mixed() -> TextTokenizer:
+    """Byte-level, with one id for "a" and the first byte of a three-byte character together."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {piece: i for i, piece in enumerate([*alphabet, "aâ"])}
+    made = Tokenizer(models.BPE(vocab=vocab, merges=[("a", "â")]))
+    made.decoder = decoders.ByteLevel()
+    return TextTokenizer(made.to_str())
+
+
+def test_whole_characters_do_not_wait_for_a_partial_one_in_the_same_id() -> None:
+    tokenizer = mixed()
+    a_e2, x82, xac, b = (tokenizer.backend.token_to_id(piece) for piece in ("aâ", "Ĥ", "¬", "b"))
+    assert stream(tokenizer, [b], [a_e2, x82, xac, b, a_e2, b]) == ["a", "", "€", "b", "a", f"{BROKEN}b", ""]
+
+
+def test_whole_characters_of_the_prompt_in_front_of_its_partial_one_are_not_sent() -> None:
+    tokenizer = mixed()
+    a_e2, x82, xac, b = (tokenizer.backend.token_to_id(piece) for piece in ("aâ", "Ĥ", "¬", "b"))
+    for prompt in ([b, a_e2], [a_e2]):
+        assert stream(tokenizer, prompt, [x82, xac, b]) == ["", "€", "b", ""]
+        assert stream(tokenizer, prompt, [b]) == ["b", ""]
+    assert stream(tokenizer, [b, a_e2, x82], [xac, a_e2]) == ["€", "a", BROKEN]
 
 
 def test_broken_bytes_without_end_are_sent_in_bounded_pieces(byte_level: TextTokenizer) -> None:
