@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from services.cli.parts import missing, part
-from services.common.config import SERVICES
+from services.cli.parts import config_type, missing, part
+from services.common.config import SERVICES, resolve
 from services.common.errors import StartError
 
 COMMANDS = {
@@ -55,6 +55,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
 
 
 def _serve(name: str, arguments: Sequence[str]) -> int:
+    resolve(config_type(name), arguments)  # --help and wrong flags are answered before torch is imported
     module = part(f"services.{name}.main", extra=name, what=f"the {name}")
     try:
         result: int = module.main(arguments)

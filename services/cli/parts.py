@@ -42,11 +42,10 @@ def config_type(service: str) -> type[ServiceConfig]:
 
 
 def shell_name(command: str) -> str:
-    """How the user's shell reaches an installed command: by name, else beside this Python (an inactive venv)."""
-    if shutil.which(command):
-        return command
+    """How the user's shell reaches a command of this environment: by name where PATH leads here, else by path."""
     beside = Path(sys.executable).parent / command
-    if not beside.exists():
+    found = shutil.which(command)
+    if not beside.exists() or (found is not None and Path(found).parent == beside.parent):
         return command
     here = Path.cwd()
     return str(beside.relative_to(here)) if beside.is_relative_to(here) else os.fspath(beside)

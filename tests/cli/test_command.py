@@ -104,6 +104,24 @@ def test_a_reader_that_leaves_is_no_traceback() -> None:
     assert "Traceback" not in ended.stderr
 
 
+def test_commands_are_shown_as_the_users_shell_reaches_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripts = tmp_path / "project" / ".venv" / "bin"
+    other = tmp_path / "other"
+    for folder in (scripts, other):
+        folder.mkdir(parents=True)
+        for name in ("python", "triptych"):
+            (folder / name).touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(scripts / "python"))
+    monkeypatch.setenv("PATH", f"{other}")
+    monkeypatch.chdir(tmp_path / "project")
+    assert parts.shell_name("python") == ".venv/bin/python"  # the one on PATH is another
+    monkeypatch.chdir(other)
+    assert parts.shell_name("triptych") == str(scripts / "triptych")
+    monkeypatch.setenv("PATH", f"{scripts}:{other}")
+    assert parts.shell_name("python") == "python"
+    assert parts.shell_name("not-here") == "not-here"
+
+
 def test_the_configuration_page_is_current() -> None:
     assert docs.PATH.read_text(encoding="utf-8") == docs.render(), "run python -m services.cli.docs"
 

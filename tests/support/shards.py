@@ -1,0 +1,27 @@
+"""A pytest plugin that runs a share of the slow tests: --shard I/N takes every N-th, beginning with number I from 0."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", metavar="I/N", help="of the slow tests, run every N-th, beginning with number I from 0")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that are not slow are in every shard, for -m to choose."""
+    if config.getoption("--shard") is None:
+        return
+    index, count = _parse(config.getoption("--shard"))
+    slow = sorted(item.nodeid for item in items if item.get_closest_marker("slow"))
+    others = set(slow) - set(slow[index::count])
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in others])
+    items[:] = [item for item in items if item.nodeid not in others]
+
+
+def _parse(text: str) -> tuple[int, int]:
+    index, slash, count = text.partition("/")
+    if not slash or not index.isdecimal() or not count.isdecimal() or not int(index) < int(count):
+        raise pytest.UsageError(f"--shard {text}: wanted I/N with 0 <= I < N, such as 0/3")
+    return int(index), int(count)
