@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
 from services.common.errors import StartError
@@ -37,8 +38,8 @@ def read(path: Path) -> PreTrainedConfig:
     """The checkpoint's config. Raises StartError with the reason where the model is not served; runs no remote code."""
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise StartError(f"cannot read {path / 'config.json'}: {_first_line(error)}") from error
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        raise StartError(f"cannot read {path / 'config.json'}: {_one_line(error)}") from error
     if config.model_type not in MODEL_TYPES:
         raise StartError(f"{path} is of model_type {config.model_type!r}; served now: {', '.join(sorted(MODEL_TYPES))}")
     if getattr(config, "quantization_config", None) is not None:
@@ -68,5 +69,5 @@ def figures(config: PreTrainedConfig) -> Architecture:
     )
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

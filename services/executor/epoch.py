@@ -148,6 +148,8 @@ class Epoch:
             outcome = await asyncio.wrap_future(self._steps.submit(work, deadline_s=plan.deadline_s))
         except BadPlanError as error:
             self._fault(pb.FAULT_KIND_BAD_PLAN, plan.step, error)
+        except asyncio.CancelledError:
+            raise
         except BaseException as error:
             kind = pb.FAULT_KIND_OUT_OF_MEMORY if _is_out_of_memory(error) else pb.FAULT_KIND_INTERNAL
             log.error("epoch %d: step %d failed", self.number, plan.step, exc_info=error)

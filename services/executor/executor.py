@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,11 +40,22 @@ class Facts:
 class Executor:
     """Weights, KV tensors and the persistent batch. Every method but the constructor runs on the step thread.
 
-    `threads` compute threads; `kv_memory_bytes` for KV, None for memory.KV_SHARE of what is left.
+    `threads` compute threads; `kv_memory_bytes` for KV, None for memory.KV_SHARE of what is left; `load` brings the
+    checkpoint. Raises StartError for more threads than there are CPUs.
     """
 
-    def __init__(self, path: Path, *, threads: int, kv_memory_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        threads: int,
+        kv_memory_bytes: int | None = None,
+        load: Callable[[Path, torch.dtype, loader.Report], loader.Checkpoint] = loader.load,
+    ) -> None:
+        if threads > (cpus := len(os.sched_getaffinity(0))):
+            raise StartError(f"--threads is {threads}, this process may run on {cpus} CPUs; ask for {cpus} or fewer")
         self._path = path
+        self._load = load
         self._threads = threads
         self._kv_memory_bytes = kv_memory_bytes
         self._checkpoint: loader.Checkpoint | None = None
@@ -60,7 +73,7 @@ class Executor:
         """
         torch.set_num_threads(self._threads)
         paged_attention.set_num_threads(self._threads)
-        checkpoint = loader.load(self._path, dtype, report)
+        checkpoint = self._load(self._path, dtype, report)
         if weights_hash and weights_hash != checkpoint.weights_hash:
             raise StartError(
                 f"the weights of {self._path} hash to {checkpoint.weights_hash}, the scheduler expects {weights_hash};"

@@ -190,6 +190,8 @@ def result(outcome: Outcome, received_unix_ns: int, wait_us: int) -> pb.StepResu
 def _started(request: pb.NewRequest) -> Started:
     if len(request.block_ids) != 1:
         raise BadPlanError(f"started: slot {request.slot} has blocks of {len(request.block_ids)} KV groups, not of 1")
+    if request.logprobs > 0:
+        raise BadPlanError(f"logprobs = {request.logprobs}: alternatives are not served yet", (request.slot,))
     try:
         sampling = SamplingParams.from_proto(request)
     except ValueError as error:

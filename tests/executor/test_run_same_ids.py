@@ -8,14 +8,9 @@ import numpy as np
 import pytest
 
 from tests.executor.mini_scheduler import MiniScheduler, Request, RunStream, serve
-from tests.support.checkpoints import check_same_ids, reference_ids, tiny_llama
+from tests.support.checkpoints import check_same_ids, reference_ids
 
 NEW_TOKENS = 24
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("tiny"))
 
 
 def prompts(*lengths: int, vocab: int = 512) -> list[list[int]]:

@@ -1,0 +1,39 @@
+"""Executors whose forward pass does something before it computes: how faults get in without a switch in the product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from services.executor import loader
+from services.executor.executor import Executor
+
+
+class Hooked:
+    """Makes executors that call `before` (once it is set) ahead of each forward pass, on the step thread."""
+
+    def __init__(self) -> None:
+        self.before: Callable[[], object] | None = None
+
+    def __call__(self, path: Path, **options: Any) -> Executor:
+        return Executor(path, load=self._load, **options)
+
+    def _load(self, path: Path, dtype: torch.dtype, report: loader.Report) -> loader.Checkpoint:
+        checkpoint = loader.load(path, dtype, report)
+        checkpoint.model.register_forward_pre_hook(self._call)
+        return checkpoint
+
+    def _call(self, *_: object) -> None:
+        if self.before is not None:
+            self.before()
+
+    def fail_once(self, error: BaseException) -> None:
+        """The next forward pass raises `error`."""
+
+        def fail() -> None:
+            self.before = None
+            raise error
+
+        self.before = fail

@@ -1,0 +1,212 @@
+"""Every plan that contradicts the batch, or holds what is not served, is refused before anything has changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from triptych.executor.v1 import executor_pb2 as pb
+from triptych.inference.v1 import generation_pb2
+
+from services.executor import wire
+from services.executor.batch import PersistentBatch, StepInputs
+from services.executor.plan import BadPlanError, Settings
+from tests.executor.mini_scheduler import GREEDY, column
+
+BLOCKS = 20
+SETTINGS = Settings(context_tokens=128, block_tokens=16, max_slots=8, max_step_tokens=64)
+
+
+def started(slot: int, **changes: Any) -> pb.NewRequest:
+    """A request of three ids with block 3."""
+    fields = {
+        "slot": slot,
+        "token_ids": column(5, 6, 7),
+        "prompt_tokens": 3,
+        "block_ids": [column(3)],
+        "sampling": GREEDY,
+    }
+    return pb.NewRequest(**(fields | changes))
+
+
+def begin(batch: PersistentBatch, **plan: Any) -> StepInputs:
+    """Takes a plan as it comes from the wire."""
+    return batch.begin(wire.plan(pb.StepPlan(**plan)))
+
+
+def make() -> PersistentBatch:
+    """A batch whose slot 1 has computed the three ids of its prompt and sampled one."""
+    batch = PersistentBatch(SETTINGS, BLOCKS, 512)
+    begin(batch, step=1, started=[started(1)], slots=column(1), token_counts=column(3))
+    batch.append(np.array([1]), np.array([8]))
+    return batch
+
+
+SAMPLING_OF_ABSENT_ID = generation_pb2.Sampling(temperature=0, logit_bias={512: 1.0})
+BAD_PLANS = {
+    "frees a slot that is not in use": ({"freed_slots": column(2)}, "slot 2"),
+    "frees a slot past the slots": ({"freed_slots": column(8)}, "slot 8"),
+    "frees a slot twice": ({"freed_slots": column(1, 1)}, "twice"),
+    "starts in a slot in use": ({"started": [started(1)]}, "slot 1 is in use"),
+    "starts in a slot that the same step frees": ({"freed_slots": column(1), "started": [started(1)]}, "in use"),
+    "starts past the slots": ({"started": [started(8)]}, "slot 8"),
+    "starts a slot twice": ({"started": [started(2), started(2)]}, "slot 2 is in use"),
+    "starts without ids": ({"started": [started(2, token_ids=b"", prompt_tokens=0)]}, "0 ids"),
+    "starts without a prompt": ({"started": [started(2, prompt_tokens=0)]}, "0 of them prompt"),
+    "starts with more prompt than ids": ({"started": [started(2, prompt_tokens=4)]}, "4 of them prompt"),
+    "starts with more ids than the context": (
+        {"started": [started(2, token_ids=column(*[5] * 129), prompt_tokens=1)]},
+        "129 ids",
+    ),
+    "starts with everything computed": ({"started": [started(2, computed_tokens=3)]}, "computed 3 of 3"),
+    "starts with an id past the vocabulary": ({"started": [started(2, token_ids=column(5, 512, 7))]}, "id 512"),
+    "starts with half an id": ({"started": [started(2, token_ids=b"\0" * 13)]}, "13 bytes"),
+    "starts with the null block": ({"started": [started(2, block_ids=[column(0)])]}, "block 0"),
+    "starts with a block past the pool": ({"started": [started(2, block_ids=[column(BLOCKS)])]}, f"block {BLOCKS}"),
+    "starts with more blocks than the context": (
+        {"started": [started(2, block_ids=[column(*range(1, 10))])]},
+        "more blocks",
+    ),
+    "starts with two KV groups": ({"started": [started(2, block_ids=[column(4), column(5)])]}, "2 KV groups"),
+    "starts without blocks of any group": ({"started": [started(2, block_ids=[])]}, "0 KV groups"),
+    "biases an id past the vocabulary": ({"started": [started(2, sampling=SAMPLING_OF_ABSENT_ID)]}, "512"),
+    "stops at an id past the vocabulary": ({"started": [started(2, stop_ids=column(512))]}, "512"),
+    "gives blocks to a slot not in use": ({"groups": [pb.GroupUpdate(new_blocks=column(2, 4))]}, "slot 2"),
+    "gives blocks to a slot past the slots": ({"groups": [pb.GroupUpdate(new_blocks=column(9, 4))]}, "slot 9"),
+    "gives a block past the pool": ({"groups": [pb.GroupUpdate(new_blocks=column(1, BLOCKS))]}, f"block {BLOCKS}"),
+    "gives the null block": ({"groups": [pb.GroupUpdate(new_blocks=column(1, 0))]}, "block 0"),
+    "gives half a pair": ({"groups": [pb.GroupUpdate(new_blocks=column(1))]}, "pairs"),
+    "gives more blocks than the context": (
+        {"groups": [pb.GroupUpdate(new_blocks=column(*[1, 4] * 8))]},
+        "more blocks",
+    ),
+    "gives blocks of two KV groups": ({"groups": [pb.GroupUpdate(), pb.GroupUpdate()]}, "2 entries"),
+    "computes a slot not in use": ({"slots": column(2)}, "slot 2"),
+    "computes a slot past the slots": ({"slots": column(8)}, "slot 8"),
+    "computes a slot twice": ({"slots": column(1, 1)}, "twice"),
+    "computes a slot that it frees": ({"freed_slots": column(1), "slots": column(1)}, "slot 1"),
+    "computes nothing of a slot": ({"slots": column(1), "token_counts": column(0)}, "0 tokens"),
+    "computes more than the ids": ({"slots": column(1), "token_counts": column(2)}, "2 tokens"),
+    "computes more than its blocks hold": (
+        {"started": [started(2, token_ids=column(*[5] * 17))], "slots": column(2), "token_counts": column(17)},
+        "too few",
+    ),
+    "computes more than was agreed for a step": (
+        {
+            "started": [started(2, token_ids=column(*[5] * 65), block_ids=[column(4, 5, 6, 7, 8)])],
+            "slots": column(2),
+            "token_counts": column(65),
+        },
+        "65 tokens",
+    ),
+    "counts more rows than it has": ({"slots": column(1), "token_counts": column(1, 1)}, "2 entries for 1 rows"),
+    "sums computed tokens differently": ({"slots": column(1), "computed_tokens": 4}, "computed_tokens is 4"),
+    # not served yet: refused by name
+    "masks rows": ({"slots": column(1), "masked_slots": column(1)}, "masked_slots"),
+    "forces ids": ({"slots": column(1), "forced_ids": column(1, 5)}, "forced_ids"),
+    "copies blocks": ({"groups": [pb.GroupUpdate(copies=column(3, 4))]}, "plan.groups[0].copies"),
+    "traces": ({"slots": column(1), "traceparent": "00-1-2-01"}, "traceparent"),
+    "asks for prompt logprobs": ({"started": [started(2, prompt_logprobs=0)]}, "plan.started[0].prompt_logprobs"),
+    "asks for alternatives": ({"started": [started(2, logprobs=1)]}, "logprobs"),
+    "allows ids": (
+        {"started": [started(2, sampling=generation_pb2.Sampling(allowed_token_ids=[5]))]},
+        "plan.started[0].sampling.allowed_token_ids",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD_PLANS)
+def test_a_plan_that_is_refused_changes_nothing(what: str) -> None:
+    plan, said = BAD_PLANS[what]
+    batch = make()
+    tables = batch.tables.copy()
+    with pytest.raises(BadPlanError) as error:
+        begin(batch, step=2, **plan)
+    assert said in str(error.value)
+    np.testing.assert_array_equal(batch.tables, tables)
+    assert batch.in_use() == 1
+    inputs = begin(batch, step=2, slots=column(1), computed_tokens=3)
+    assert inputs.token_ids.tolist() == [8] and inputs.positions.tolist() == [3]
+
+
+def test_the_good_part_of_a_bad_plan_is_not_done_either() -> None:
+    batch = make()
+    with pytest.raises(BadPlanError, match="computed_tokens is 99"):
+        begin(
+            batch,
+            step=2,
+            freed_slots=column(1),
+            started=[started(2)],
+            groups=[pb.GroupUpdate(new_blocks=column(2, 4))],
+            slots=column(2),
+            token_counts=column(3),
+            computed_tokens=99,
+        )
+    assert batch.tables[1, 0] == 3 and batch.tables[2, 0] == -1
+    assert begin(batch, step=2, slots=column(1)).contexts.tolist() == [4]
+
+
+def test_rows_are_gathered_into_one_flat_batch() -> None:
+    """Slot 1 decodes at position 3; slot 5 prefills 17 of 20 ids, 2 of which were computed before."""
+    batch = make()
+    ids = list(range(100, 120))
+    inputs = begin(
+        batch,
+        step=2,
+        started=[started(5, token_ids=column(*ids), prompt_tokens=20, computed_tokens=2, block_ids=[column(7)])],
+        groups=[pb.GroupUpdate(new_blocks=column(5, 9))],
+        slots=column(1, 5),
+        token_counts=column(17),
+        computed_tokens=5,
+    )
+    assert inputs.token_ids.tolist() == [8, *ids[2:19]]
+    assert inputs.positions.tolist() == [3, *range(2, 19)]
+    assert inputs.query_starts.tolist() == [0, 1, 18]
+    assert inputs.contexts.tolist() == [4, 19]
+    assert inputs.sampling_rows.tolist() == [0]
+    assert batch.tables[5, :3].tolist() == [7, 9, -1]
+
+
+def test_what_the_sampler_sees_is_split_at_the_prompt() -> None:
+    batch = make()
+    ids = column(1, 2, 3, 4, 5)
+    inputs = begin(
+        batch,
+        step=2,
+        started=[started(0, token_ids=ids, prompt_tokens=2)],
+        slots=column(1, 0),
+        token_counts=column(5),
+    )
+    rows = batch.sample_rows(inputs)
+    assert [row.prompt_ids.tolist() for row in rows] == [[5, 6, 7], [1, 2]]
+    assert [row.output_ids.tolist() for row in rows] == [[8], [3, 4, 5]]
+
+
+def test_the_last_id_of_the_context_is_sampled_and_nothing_after_it() -> None:
+    """A prompt of context - 1 ids is followed by two: one in the last place, one sampled at the context's end."""
+    batch = PersistentBatch(SETTINGS, BLOCKS, 512)
+    request = started(0, token_ids=column(*[5] * 127), prompt_tokens=127, block_ids=[column(*range(1, 9))])
+    begin(batch, step=1, started=[request], slots=column(0), token_counts=column(64))
+    begin(batch, step=2, slots=column(0), token_counts=column(63))
+    batch.append(np.array([0]), np.array([6]))
+    assert begin(batch, step=3, slots=column(0)).contexts.tolist() == [128]
+    batch.append(np.array([0]), np.array([7]))
+    with pytest.raises(BadPlanError, match="past the 128 tokens of context"):
+        begin(batch, step=4, slots=column(0))
+
+
+def test_a_freed_slot_is_taken_by_the_next_step_and_its_blocks_at_once() -> None:
+    batch = make()
+    begin(batch, step=2, freed_slots=column(1), started=[started(2)], slots=column(2), token_counts=column(3))
+    inputs = begin(batch, step=3, started=[started(1, block_ids=[column(4)])], slots=column(1), token_counts=column(2))
+    assert batch.tables[1, :2].tolist() == [4, -1]
+    assert inputs.positions.tolist() == [0, 1] and inputs.sampling_rows.size == 0
+
+
+def test_a_plan_without_rows_frees_and_starts() -> None:
+    batch = make()
+    assert begin(batch, step=2, freed_slots=column(1), started=[started(2)]).token_ids.size == 0
+    assert batch.in_use() == 1
+    batch.reset()
+    assert batch.in_use() == 0 and (batch.tables == -1).all()
