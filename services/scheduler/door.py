@@ -50,13 +50,15 @@ _DOOR = Door(
         "triptych.engine.v1.FrontendHello": frozenset(
             {"min_version", "max_version", "features", "frontend_id", "tokenizer_hash"}
         ),
+        "triptych.engine.v1.Abort": frozenset({"request_ids"}),
+        "triptych.engine.v1.Ping": frozenset({"sent_unix_ns"}),
     }
 )
 
 
-def check_hello(hello: engine_pb2.FrontendHello) -> None:
+def check(message: engine_pb2.FrontendHello | engine_pb2.Ping) -> None:
     """Raises RequestError(UNIMPLEMENTED) for a field that is not served."""
-    _DOOR.check(hello)
+    _DOOR.check(message)
 
 
 def read_submit(submit: engine_pb2.Submit, frontend: int, vocab_size: int, now_ns: int) -> Submission:
@@ -91,6 +93,7 @@ def read_submit(submit: engine_pb2.Submit, frontend: int, vocab_size: int, now_n
 
 def read_abort(abort: engine_pb2.Abort, frontend: int) -> list[RequestKey]:
     """The requests to end. Raises RequestError(INVALID_ARGUMENT) for a column of the wrong width."""
+    _DOOR.check(abort)
     if len(abort.request_ids) % 8:
         raise invalid("abort.request_ids", f"has {len(abort.request_ids)} bytes; a column of uint64 has 8 an id")
     return [RequestKey(frontend, request_id) for request_id in np.frombuffer(abort.request_ids, "<u8").tolist()]

@@ -73,12 +73,15 @@ class Engine:
         outbox.put_heartbeat(self.heartbeat())
         return number
 
-    def detach(self, number: int) -> None:
-        """Its stream has ended, and with it all its requests; a second call does nothing."""
-        if self._frontends.remove(number) and self._core is not None:
+    def detach(self, number: int) -> bool:
+        """Its stream has ended, and with it all its requests; False if it was detached already."""
+        if not self._frontends.remove(number):
+            return False
+        if self._core is not None:
             for key in self._core.keys_of(number):
                 self._core.abort(key)
             self._requests_changed()
+        return True
 
     def submit(self, number: int, submit: engine_pb2.Submit) -> None:
         """Queues a request; a refusal goes the way of its outputs."""

@@ -45,8 +45,8 @@ class FrontendStream:
     def close(self) -> None:
         """The stream is over; may be called twice."""
         self._outbox.close()
-        if self._number is not None:
-            self._engine.detach(self._number)
+        if self._number is not None and self._engine.detach(self._number):
+            log.info("frontend %d left", self._number)
 
     async def _read(self, messages: AsyncIterator[engine_pb2.AttachRequest]) -> None:
         try:
@@ -69,6 +69,7 @@ class FrontendStream:
         elif kind == "abort":
             self._engine.abort(self._number, message.abort)
         elif kind == "ping":
+            door.check(message.ping)
             self._outbox.put_heartbeat(self._engine.heartbeat(message.ping.sent_unix_ns))
         elif kind == "fragment":
             self._refuse_fragment(message.fragment)
@@ -83,7 +84,7 @@ class FrontendStream:
             self._engine.refuse(self._number, fragment.request_id, unserved("fragment"))
 
     def _check_hello(self, hello: engine_pb2.FrontendHello) -> None:
-        door.check_hello(hello)
+        door.check(hello)
         if not hello.min_version <= PROTOCOL_VERSION <= hello.max_version:
             raise RequestError(
                 grpc.StatusCode.FAILED_PRECONDITION,

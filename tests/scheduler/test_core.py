@@ -495,6 +495,29 @@ def test_with_more_steps_in_flight_the_ids_are_the_same(in_flight: int) -> None:
     assert all(driver.seen[key].ids == driver.expected(key) for key in keys)
 
 
+def test_with_more_steps_in_flight_the_last_id_is_not_computed() -> None:
+    driver = CoreDriver(max_in_flight=3)
+    driver.submit(5, max_tokens=3)
+    driver.run()
+    assert [plan.token_counts for plan in driver.plans if plan.slots] == [[5], [1], [1]]
+
+
+def test_a_slot_that_only_needs_time_is_waited_for_with_an_empty_plan() -> None:
+    driver = CoreDriver(max_in_flight=2, max_slots=1)
+    keys = [driver.submit(2, max_tokens=1) for _ in range(2)]
+    driver.run()
+    assert all(driver.seen[key].finished for key in keys)
+    # Step 2 frees the slot, step 3 lets it cool, step 4 = 2 + 2 may use it.
+    assert [len(plan.slots) for plan in driver.plans] == [1, 0, 0, 1, 0]
+
+
+def test_a_request_as_large_as_the_pool_starts_when_nothing_else_runs() -> None:
+    driver = CoreDriver(num_blocks=5, block_tokens=4, context_tokens=16, max_step_tokens=64)
+    driver.submit(1, max_tokens=2)
+    driver.submit(15, max_tokens=1)
+    driver.run()
+
+
 def test_an_idle_core_that_holds_something_says_what() -> None:
     driver = CoreDriver()
     driver.core._pool.take(2)

@@ -28,6 +28,9 @@ from services.scheduler.core.request import FailureKind, RequestKey
 from services.scheduler.core.step import ResultError
 from tests.support.core_driver import MS, CoreDriver
 
+WISHES = st.tuples(st.integers(0, 60), st.integers(0, 60))
+"""Prompt and output lengths, before they are folded into the pool's size."""
+
 
 class CoreMachine(RuleBasedStateMachine):
     """A small engine, so that slots, blocks, queue and budget all run out."""
@@ -39,8 +42,11 @@ class CoreMachine(RuleBasedStateMachine):
         max_slots=st.integers(1, 4),
         max_step_tokens=st.integers(1, 12),
         max_waiting=st.integers(0, 6),
+        wishes=st.lists(WISHES, min_size=1, max_size=8),
     )
-    def begin(self, in_flight: int, num_blocks: int, block_tokens: int, **limits: int) -> None:
+    def begin(
+        self, in_flight: int, num_blocks: int, block_tokens: int, wishes: list[tuple[int, int]], **limits: int
+    ) -> None:
         pool_tokens = (num_blocks - 1) * block_tokens
         self.driver = CoreDriver(
             num_blocks=num_blocks,
@@ -51,18 +57,20 @@ class CoreMachine(RuleBasedStateMachine):
             **limits,
         )
         self.stale: Any = None
+        for wish in wishes:
+            self.submit(wish, frozenset(), None, 1)
 
     @rule(
-        prompt=st.integers(1, 20),
-        max_tokens=st.integers(1, 20),
+        wish=WISHES,
         stops=st.frozensets(st.integers(0, 22), max_size=3),
         timeout_ms=st.none() | st.integers(0, 30),
         frontend=st.integers(1, 2),
     )
-    def submit(
-        self, prompt: int, max_tokens: int, stops: frozenset[int], timeout_ms: int | None, frontend: int
-    ) -> None:
+    def submit(self, wish: tuple[int, int], stops: frozenset[int], timeout_ms: int | None, frontend: int) -> None:
         driver = self.driver
+        pool_tokens = driver.limits.pool_tokens
+        prompt = 1 + wish[0] % pool_tokens
+        max_tokens = 1 + wish[1] % (pool_tokens - prompt + 2)  # one more than fits, sometimes
         deadline_ns = None if timeout_ms is None else driver.now_ns + timeout_ms * MS
         waiting = driver.core.num_waiting
         key = driver.submit(prompt, max_tokens=max_tokens, stop_ids=stops, deadline_ns=deadline_ns, frontend=frontend)
@@ -143,8 +151,8 @@ def test_the_invariants_hold_under_random_events() -> None:
     run_state_machine_as_test(
         CoreMachine,
         settings=settings(
-            max_examples=40,
-            stateful_step_count=50,
+            max_examples=80,
+            stateful_step_count=40,
             deadline=None,
             derandomize=True,
             suppress_health_check=list(HealthCheck),
@@ -155,14 +163,25 @@ def test_the_invariants_hold_under_random_events() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_the_invariants_hold_over_2000_steps(seed: int) -> None:
     rng = random.Random(seed)
-    in_flight = seed % 3 + 1
-    driver = CoreDriver(num_blocks=14, block_tokens=2, context_tokens=26, max_in_flight=in_flight, max_waiting=8)
+    num_blocks, block_tokens = rng.randint(8, 16), rng.choice([1, 2, 3])
+    pool_tokens = (num_blocks - 1) * block_tokens
+    driver = CoreDriver(
+        num_blocks=num_blocks,
+        block_tokens=block_tokens,
+        context_tokens=pool_tokens,
+        max_in_flight=seed % 3 + 1,
+        max_slots=rng.randint(2, 5),
+        max_step_tokens=rng.randint(3, 20),
+        max_waiting=8,
+    )
     live: list[RequestKey] = []
     for _ in range(2000):
         event = rng.random()
         if event < 0.5:
             deadline_ns = driver.now_ns + rng.randrange(40) * MS if rng.random() < 0.2 else None
-            key = driver.submit(rng.randint(1, 12), max_tokens=rng.randint(1, 16), deadline_ns=deadline_ns)
+            prompt = rng.randint(1, pool_tokens - 1 if rng.random() < 0.1 else pool_tokens // 4)
+            max_tokens = rng.randint(1, min(16, pool_tokens - prompt))
+            key = driver.submit(prompt, max_tokens=max_tokens, deadline_ns=deadline_ns)
             live.append(key)
         live = [key for key in live if not driver.seen[key].ended]
         if event > 0.9 and live:

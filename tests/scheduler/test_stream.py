@@ -406,6 +406,21 @@ async def test_a_frontend_that_never_reads_is_cut_and_others_go_on(model: Path) 
         assert "reads too slowly" in slow.ended.details()
 
 
+async def test_a_frontend_that_dies_while_a_write_to_it_waits_ends_its_requests(model: Path) -> None:
+    async with bench(model, num_kv_blocks=1000) as b:
+        async with Frontend(b.server, window_bytes=4096) as slow:
+            await slow.greeted()
+            slow.pause()
+            for n in range(60):
+                await slow.submit([n + 1], max_tokens=900, logprobs=0)
+            # What fits into the transport is far less than 60 x 900 ids; by now a write waits.
+            await until(lambda: b.server.engine.core.applied_step > 700, timeout_s=60)
+            b.stub.hold()
+        await until(lambda: b.server.engine.num_frontends == 1, timeout_s=5)
+        b.stub.release()
+        await b.idle()
+
+
 async def test_an_idle_engine_uses_no_cpu(model: Path) -> None:
     async with bench(model) as b:
         await b.frontend.run([1])

@@ -81,7 +81,9 @@ class Request:
         "first_token_ns",
         "key",
         "last_step",
+        "max_tokens",
         "max_total_tokens",
+        "min_tokens",
         "num_computed",
         "num_pending",
         "num_tokens",
@@ -90,12 +92,16 @@ class Request:
         "queued_ns",
         "scheduled_ns",
         "slot",
+        "stop_ids",
         "submission",
     )
 
     def __init__(self, submission: Submission, queued_ns: int) -> None:
         self.submission = submission
         self.key = submission.key
+        self.stop_ids = submission.stop_ids  # these three here too: they are read for every id
+        self.min_tokens = submission.min_tokens
+        self.max_tokens = submission.max_tokens
         self.output: list[int] = []
         self.num_tokens = len(submission.prompt_ids)
         self.max_total_tokens = self.num_tokens + submission.max_tokens
@@ -123,4 +129,4 @@ class Request:
 
     def stops_at(self, token_id: int) -> bool:
         """Whether `token_id`, the last of the output, is a stop id where one counts."""
-        return token_id in self.submission.stop_ids and len(self.output) > self.submission.min_tokens
+        return token_id in self.stop_ids and len(self.output) > self.min_tokens

@@ -225,34 +225,33 @@ class Scheduler:
         step = Step(self._next_step, self.limits.max_step_tokens)
         self._slots.thaw(step.number)
         self._plan_running(step)
-        if not step.preempted:
-            self._plan_waiting(step, now_ns)
+        self._plan_waiting(step, now_ns)
         if not step.rows and not self._slots.has_unannounced and not self._waits_for_a_slot():
             return None
         return self._commit(step)
 
     def _plan_running(self, step: Step) -> None:
+        block_tokens = self.limits.block_tokens
         for request in list(self._running.values()):
             if step.budget == 0:
                 return
             count = min(request.num_to_compute, step.budget)
             if request.slot == NO_SLOT or count <= 0:  # preempted below, or its last id is on its way
                 continue
-            missing = self._blocks_for(request.num_computed + count) - len(request.blocks)
-            if missing > 0:
-                if not self._make_room(request, missing, step):
+            if request.num_computed + count > len(request.blocks) * block_tokens:
+                missing = self._blocks_for(request.num_computed + count) - len(request.blocks)
+                if not self._make_room(request, missing):
                     continue
                 blocks = self._pool.take(missing)
                 request.blocks += blocks
                 step.new_blocks += [(request.slot, block) for block in blocks]
             step.add_row(request, count)
 
-    def _make_room(self, request: Request, num_blocks: int, step: Step) -> bool:
+    def _make_room(self, request: Request, num_blocks: int) -> bool:
         """Preempts the newest until enough is free; False if that was `request` itself. None of them has a row yet."""
         while self._pool.num_free < num_blocks:
             newest = next(reversed(self._running.values()))
             self._preempt(newest)
-            step.preempted = True
             if newest is request:
                 return False
         return True
@@ -358,7 +357,7 @@ class Scheduler:
     def _finish(self, request: Request, token_id: int, now_ns: int, updates: Updates) -> bool:
         if request.stops_at(token_id):
             reason, stop_id = FinishReason.STOP, token_id
-        elif len(request.output) >= request.submission.max_tokens:
+        elif len(request.output) >= request.max_tokens:
             reason, stop_id = FinishReason.LENGTH, None
         else:
             return False
