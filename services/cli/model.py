@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from services.cli.parts import missing, part
-from services.common.checkpoint import EMBEDDED_MODEL, fetched_path
+from services.common.checkpoint import EMBEDDED_MODEL, fetched_path, find
 from services.common.errors import StartError
+
+_NEEDED = ("config.json", "tokenizer.json", "model.safetensors")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -30,6 +33,8 @@ def fetch(name: str) -> Path:
             f"cannot fetch {name!r}: only {EMBEDDED_MODEL} can be fetched by name; "
             "another model is served from its checkpoint folder, with --model FOLDER"
         )
+    if is_fetched(name):  # without the seconds that importing torch takes
+        return fetched_path(name)
     embedded = part("services.executor.embedded", extra="executor", what="fetching a model")
     try:
         path: Path = embedded.fetch(lambda line: print(f"{name}: {line}", file=sys.stderr, flush=True))
@@ -38,7 +43,16 @@ def fetch(name: str) -> Path:
     return path
 
 
-def fetch_if_wanted(model: str) -> None:
-    """Fetches the embedded model when it is the one asked for and not here yet."""
-    if model == EMBEDDED_MODEL and not fetched_path(model).is_dir() and not Path(model).is_dir():
-        fetch(model)
+def is_fetched(name: str) -> bool:
+    """Whether the cache holds it; a folder appears there whole or not at all."""
+    return all((fetched_path(name) / file).is_file() for file in _NEEDED)
+
+
+def provide(model: str) -> None:
+    """Fetches the embedded model if it is the one asked for and not here. Raises StartError where there is no model."""
+    if model == EMBEDDED_MODEL and not Path(model).is_dir() and not is_fetched(model):
+        # In a process of its own: torch, which converts it, would stay in this one.
+        command = [sys.executable, "-P", "-m", "services.cli.main", "model", "fetch", model]
+        if subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL).returncode != 0:
+            raise StartError(f"{model} could not be fetched; the reason is above")
+    find(model)

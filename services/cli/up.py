@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 
 from services.cli import up_plan
 from services.cli.ask import Shown, client, for_people, show
-from services.cli.model import fetch_if_wanted
+from services.cli.model import provide
 from services.cli.parts import shell_name
 from services.cli.processes import Processes, ending
 from services.cli.readiness import wait_ready
@@ -32,7 +33,7 @@ def run(argv: Sequence[str]) -> int:
     if plan.prompt is not None:
         client("")  # told now, not after the weights are loaded, when the client package is missing
     for model in plan.models:
-        fetch_if_wanted(model)
+        provide(model)
     return asyncio.run(_supervise(plan))
 
 
@@ -136,4 +137,5 @@ def _show(name: str, line: str) -> None:
     prefix = f"{name:<9} |"
     if sys.stderr.isatty() and "NO_COLOR" not in os.environ:
         prefix = f"\x1b[{_COLOURS[name]}m{prefix}\x1b[0m"
-    print(prefix, line, file=sys.stderr, flush=True)
+    with contextlib.suppress(BrokenPipeError):  # who read the lines has left; the services must not wait for it
+        print(prefix, line, file=sys.stderr, flush=True)

@@ -154,6 +154,15 @@ async def test_ctrl_c_ends_one_answer_and_tells_the_server(server: tuple[Scripte
     assert b"Traceback" not in await process.stderr.read()
 
 
+async def test_a_reader_that_leaves_is_no_traceback(server: tuple[Scripted, str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = await _start("chat", "Hi", "--address", server[1], stdout=writer)
+    os.close(writer)
+    _, err = await asyncio.wait_for(process.communicate(), PATIENCE_S)
+    assert (process.returncode, err) == (1, b"")
+
+
 class Terminal:
     """A pseudo-terminal: what is written to it is typed, what is read from it was shown."""
 
@@ -186,6 +195,15 @@ class Terminal:
         os.close(self.slave)
 
 
+async def _interrupt_until(process: Process, terminal: Terminal, text: str) -> None:
+    """CPython loses a signal that comes between the prompt and its wait for a key; a person presses again."""
+    waiting = asyncio.create_task(terminal.until(text))
+    while not waiting.done():
+        process.send_signal(signal.SIGINT)
+        await asyncio.wait([waiting], timeout=1)
+    await waiting
+
+
 async def test_ctrl_c_stops_the_answer_not_the_chat(server: tuple[Scripted, str]) -> None:
     scripted, address = server
     scripted.messages, scripted.hang = scripted.messages[:2], True
@@ -205,8 +223,7 @@ async def test_ctrl_c_stops_the_answer_not_the_chat(server: tuple[Scripted, str]
         await terminal.until("[stopped]")
         await asyncio.wait_for(scripted.left.wait(), 5)
         await terminal.until("> ")
-        process.send_signal(signal.SIGINT)  # at the prompt it ends nothing either
-        await terminal.until("Ctrl-D")
+        await _interrupt_until(process, terminal, "Ctrl-D")  # at the prompt it ends nothing either
         scripted.messages, scripted.hang = _answer("Fine"), False
         terminal.type("B\n")
         await terminal.until("Fine")

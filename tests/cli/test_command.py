@@ -98,10 +98,17 @@ def test_a_module_of_ours_that_is_not_there_is_no_missing_extra() -> None:
         parts.part("services.nothing", extra="x", what="x")
 
 
-def test_a_reader_that_leaves_is_no_traceback() -> None:
-    run = f"{sys.executable} -m services.cli.main --help | head -c 1"
-    ended = subprocess.run(["bash", "-c", run], capture_output=True, text=True, timeout=60)
-    assert "Traceback" not in ended.stderr
+def test_a_fetched_model_is_told_at_once_without_torch(tmp_path: Path) -> None:
+    folder = tmp_path / "models" / "SmolLM2-135M-Instruct"
+    folder.mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (folder / name).touch()
+    code = (
+        f"import os; os.environ['TRIPTYCH_CACHE'] = {str(tmp_path)!r}; sys.modules['torch'] = None; "
+        "from services.cli.main import main; sys.exit(main(['model', 'fetch']))"
+    )
+    ended = _python(code)
+    assert (ended.returncode, ended.stdout) == (0, f"{folder}\n")
 
 
 def test_commands_are_shown_as_the_users_shell_reaches_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import re
@@ -19,7 +20,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from services.cli import up_plan
+from services.cli import up, up_plan
 from services.cli.main import main
 from services.cli.processes import Command, Processes, ending
 from services.common.errors import StartError
@@ -123,6 +124,36 @@ def test_a_port_in_use_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> 
     )
 
 
+def test_a_model_that_is_not_there_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--port", "0", "--model", "/no/such"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("triptych: error: no model at '/no/such'")
+    assert error.count("\n") == 1
+
+
+def test_the_embedded_model_is_fetched_first_and_a_failure_of_that_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "models").write_text("a file where the folder should be")
+    monkeypatch.setenv("TRIPTYCH_CACHE", str(tmp_path))
+    assert main(["up", "--port", "0"]) == 1
+    *reason, last = capfd.readouterr().err.splitlines()
+    assert any(line.startswith("triptych: error: ") and str(tmp_path) in line for line in reason)
+    assert last == "triptych: error: SmolLM2-135M-Instruct could not be fetched; the reason is above"
+
+
+def test_lines_that_nobody_reads_do_not_stop_the_services(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", buffering=1) as gone:
+        monkeypatch.setattr(sys, "stderr", gone)
+        up._show("frontend", "a line")
+        with pytest.raises(BrokenPipeError):
+            gone.write("the pipe is broken indeed\n")
+        with contextlib.suppress(BrokenPipeError):
+            gone.close()
+
+
 def test_endings_in_words() -> None:
     assert ending(3) == "ended with exit code 3"
     assert ending(-9) == "was ended by SIGKILL"
@@ -198,10 +229,11 @@ async def test_a_child_that_dies_takes_all_down(tiny: Path) -> None:
 
 
 async def test_a_service_that_cannot_start_takes_all_down_with_its_reason(tmp_path: Path) -> None:
-    async with _up(tmp_path / "nothing") as (process, lines):
+    (tmp_path / "config.json").write_text("{}")
+    async with _up(tmp_path) as (process, lines):
         assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 1
         shown = await _until(lines, "triptych: error: the ")
-        assert any("| triptych: error: no model at" in line for line in shown)
+        assert any(re.match(r"\w+ +\| triptych: error: ", line) for line in shown)
         assert "Traceback" not in "".join(shown)
 
 
