@@ -265,10 +265,10 @@ async def test_the_deadline_travels_and_is_kept(served: tuple[Scripted, Client])
     scripted, client = served
     scripted.hang = True
     with pytest.raises(TriptychError) as caught:
-        await client.chat("Hi", timeout_s=0.3).collect()
+        await client.chat("Hi", timeout_s=1.5).collect()
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
     assert scripted.time_remaining_s is not None
-    assert 0 < scripted.time_remaining_s <= 0.3
+    assert 0 < scripted.time_remaining_s <= 1.5
 
 
 async def _read_one(client: Client) -> None:
