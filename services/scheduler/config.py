@@ -25,6 +25,8 @@ class SchedulerConfig(ServiceConfig):
     max_num_seqs: int = Field(64, ge=1, le=65536, description="requests that run at once")
     max_num_batched_tokens: int = Field(256, ge=1, description="tokens computed in one step")
     num_kv_blocks: int | None = Field(
-        None, ge=2, description="KV blocks at most, the null block included; unset: what fits the executor's memory"
+        None,
+        ge=2,
+        description="KV blocks, the null block included; unset: what fits the executor, and all requests can use",
     )
     max_waiting_requests: int = Field(1024, ge=0, description="requests that may wait; more are refused")

@@ -16,6 +16,7 @@ from triptych.engine.v1 import engine_pb2
 from services.common.errors import RequestError, StartError, unavailable
 from services.scheduler import door, outputs
 from services.scheduler.clock import now_ns
+from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import Failure, FailureKind, RequestKey
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.step import InvariantError, ResultError, StepPlan, Updates
@@ -52,7 +53,7 @@ class Engine:
         self._link = link
         self._frontends = Frontends()
         self._core: Scheduler | None = None
-        self._facts: ExecutorFacts | None = None
+        self._first: tuple[ExecutorFacts, Limits] | None = None  # of the first epoch; what frontends were told
         self._hello: engine_pb2.EngineHello | None = None
         self._run: ExecutorRun | None = None
         self._draining = False
@@ -210,19 +211,26 @@ class Engine:
     async def _connect(self) -> ExecutorRun:
         facts = await self._link.load()
         core = self._core or Scheduler(self.model.limits(facts))
-        if self._facts is not None and self.model.fingerprint(facts) != self.model.fingerprint(self._facts):
-            raise StartError("it has loaded other weights than the one before it; restart the scheduler to use them")
-        await self._link.allocate(core.limits.num_blocks)
+        num_blocks = self._blocks_of(facts, core)
+        await self._link.allocate(num_blocks)
         run = await self._link.open(facts.version, self._work.set)
-        core.new_epoch()
+        core.new_epoch(num_blocks)
         self._run = run
         log.info("serving %s on %s, epoch %d", self.model.name, facts.device, run.epoch)
         if self._core is None:
-            self._core, self._facts = core, facts
+            self._core, self._first = core, (facts, core.limits)
             self._hello = self.model.hello(facts, core.limits)
             self._frontends.greet(self._hello)
         self.changed.set()
         return run
+
+    def _blocks_of(self, facts: ExecutorFacts, core: Scheduler) -> int:
+        if self._first is None:
+            return core.limits.num_blocks
+        first_facts, first_limits = self._first
+        if self.model.fingerprint(facts) != self.model.fingerprint(first_facts):
+            raise StartError("it has loaded other weights than the one before it; restart the scheduler to use them")
+        return self.model.blocks_of_later_epoch(facts, first_limits)
 
     def _lose(self, error: ExecutorLostError) -> None:
         self._run = None

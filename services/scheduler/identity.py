@@ -121,6 +121,22 @@ class Model:
             fragment_bytes=MAX_MESSAGE_BYTES,
         )
 
+    def blocks_of_later_epoch(self, facts: ExecutorFacts, first: Limits) -> int:
+        """As many as in the first epoch, fewer where a restarted executor has less memory now.
+
+        Raises StartError when they no longer hold the context that frontends were told.
+        """
+        fitting = facts.kv_bytes // facts.block_bytes
+        needed = -(-first.context_tokens // first.block_tokens) + 1
+        if fitting < needed:
+            raise StartError(
+                f"it has memory for {fitting} KV blocks now, the context of {first.context_tokens} tokens that was "
+                f"promised needs {needed}; give the executor more --kv-memory-bytes, or restart the scheduler"
+            )
+        if fitting < first.num_blocks:
+            log.warning("the executor's memory holds %d KV blocks now, %d before", fitting, first.num_blocks)
+        return min(fitting, first.num_blocks)
+
     def _num_blocks(self, facts: ExecutorFacts) -> int:
         fitting = facts.kv_bytes // facts.block_bytes
         if fitting < 2:
@@ -129,6 +145,9 @@ class Model:
                 "give it more --kv-memory-bytes, or lower --block-size"
             )
         wanted = self.config.num_kv_blocks
-        if wanted is not None and wanted > fitting:
+        if wanted is None:
+            # More than all slots can fill would only be memory taken from others.
+            return min(fitting, self.config.max_num_seqs * -(-self.context_tokens // self.config.block_size) + 1)
+        if wanted > fitting:
             log.warning("--num-kv-blocks is %d, but the executor's memory holds %d, which it is then", wanted, fitting)
-        return fitting if wanted is None else min(wanted, fitting)
+        return min(wanted, fitting)

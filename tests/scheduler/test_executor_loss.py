@@ -109,6 +109,34 @@ async def test_a_successor_with_other_weights_is_not_used(model: Path, caplog: p
             assert not b.server.engine.can_generate
 
 
+async def test_a_successor_with_less_memory_serves_as_long_as_the_context_fits(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # A context of 1024 tokens needs 64 blocks of 16 and the null block.
+    async with bench(model, stub=StubExecutor(kv_bytes=100 * 1024)) as b:
+        port, hello = b.stub.port, await b.frontend.greeted()
+        assert (b.stub.num_blocks, hello.context_tokens) == (100, 1024)
+        await b.stub.stop()
+        async with StubExecutor(port=port, kv_bytes=64 * 1024):
+            with caplog.at_level(logging.WARNING):
+                await until(lambda: "memory for 64 KV blocks now" in caplog.text)
+            assert "promised needs 65" in caplog.text
+        async with StubExecutor(port=port, kv_bytes=65 * 1024) as second:
+            await until(lambda: b.server.engine.can_generate)
+            assert (second.num_blocks, b.total_blocks) == (65, 64)
+            assert len((await b.frontend.run([1] * 1000, max_tokens=24)).ids) == 24
+            await until_idle(b.server)
+        async with StubExecutor(port=port, kv_bytes=200 * 1024) as third:
+            await until(lambda: third.batch is not None and b.server.engine.can_generate)
+            assert (third.num_blocks, b.total_blocks) == (100, 99)
+            assert third.violations == second.violations == []
+
+
+async def test_no_more_blocks_are_taken_than_all_requests_can_fill(model: Path) -> None:
+    async with bench(model, stub=StubExecutor(kv_bytes=1 << 30), max_num_seqs=3, max_model_len=100) as b:
+        assert b.stub.num_blocks == 3 * 7 + 1  # 100 tokens in blocks of 16
+
+
 async def test_an_executor_that_is_late_is_waited_for(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     stub = StubExecutor()
     async with stub:

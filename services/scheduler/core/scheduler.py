@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from dataclasses import replace
 
 from services.scheduler.core import books
 from services.scheduler.core.blocks import BlockPool
@@ -181,8 +182,13 @@ class Scheduler:
             self._fail(request, kind, message, updates)
         return updates
 
-    def new_epoch(self) -> None:
-        """The executor has forgotten everything: what ran is preempted, what was in flight never happened."""
+    def new_epoch(self, num_blocks: int | None = None) -> None:
+        """The executor has forgotten everything: what ran is preempted, what was in flight never happened.
+
+        `num_blocks`, where the executor has another number of them now, must still hold the context.
+        """
+        if num_blocks is not None:
+            self.limits = replace(self.limits, num_blocks=num_blocks)
         for request in self._requests.values():
             request.num_tokens -= request.num_pending
             request.num_pending = 0
