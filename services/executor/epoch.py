@@ -7,12 +7,11 @@ import logging
 import time
 from collections.abc import AsyncIterator
 
-import torch
 from triptych.executor.v1 import executor_pb2 as pb
 
 from services.common.errors import RequestError, invalid
 from services.executor import wire
-from services.executor.executor import Executor
+from services.executor.executor import Executor, is_out_of_memory
 from services.executor.plan import BadPlanError, Outcome, Plan
 from services.executor.steps import StepThread
 
@@ -73,11 +72,13 @@ class Epoch:
         await self.closed.wait()
 
     async def _close(self) -> None:
-        if self._step is not None:
-            await asyncio.wait([self._step])
-        if self._steps.is_alive():
-            await asyncio.wrap_future(self._steps.submit(self._executor.reset))
-        self.closed.set()
+        try:
+            if self._step is not None:
+                await asyncio.wait([self._step])
+            if self._steps.is_alive():
+                await asyncio.wrap_future(self._steps.submit(self._executor.reset))
+        finally:
+            self.closed.set()
 
     async def _read(self, requests: AsyncIterator[pb.RunRequest]) -> None:
         try:
@@ -151,7 +152,7 @@ class Epoch:
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            kind = pb.FAULT_KIND_OUT_OF_MEMORY if _is_out_of_memory(error) else pb.FAULT_KIND_INTERNAL
+            kind = pb.FAULT_KIND_OUT_OF_MEMORY if is_out_of_memory(error) else pb.FAULT_KIND_INTERNAL
             log.error("epoch %d: step %d failed", self.number, plan.step, exc_info=error)
             self._fault(kind, plan.step, error)
         else:
@@ -168,10 +169,3 @@ class Epoch:
             fault = pb.Fault(kind=kind, step=step, slots=slots, message=message, fatal=False)
             self._outbox.put_nowait(pb.RunResponse(fault=fault))
             self.end()
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Python's, torch's, or what torch's CPU allocator raises as a plain RuntimeError."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    )

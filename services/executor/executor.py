@@ -107,12 +107,21 @@ class Executor:
                 f"{num_blocks} KV blocks of {self._facts.block_bytes} bytes are asked for; needed are 2 or more (block"
                 f" 0 holds nothing), and {fits} fit into the {self._facts.kv_bytes} bytes for KV"
             )
-        self._runner.allocate(num_blocks)
-        self._batch = PersistentBatch(self._settings, num_blocks, self._facts.vocab_size)
-        self._sampler = Sampler(self._facts.vocab_size)
-        self._warm_up(self._batch, num_blocks)
+        try:
+            self._runner.allocate(num_blocks)
+            self._batch = PersistentBatch(self._settings, num_blocks, self._facts.vocab_size)
+            self._sampler = Sampler(self._facts.vocab_size)
+            self._warm_up(self._batch, num_blocks)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise StartError(
+                f"there is no memory for {num_blocks} KV blocks, {self._settings.max_slots} slots and steps of"
+                f" {self._settings.max_step_tokens} tokens; ask for less"
+            ) from error
         self._num_blocks = num_blocks
 
+    @torch.inference_mode()
     def execute(self, plan: Plan) -> Outcome:
         """One step. Raises BadPlanError before anything has changed; after any other error the batch must be reset."""
         if self._runner is None or self._batch is None or self._sampler is None:
@@ -137,6 +146,7 @@ class Executor:
         if self._batch is not None:
             self._batch.reset()
 
+    @torch.inference_mode()
     def _warm_up(self, batch: PersistentBatch, num_blocks: int) -> None:
         """Runs a prefill and a decode step of a made-up request, so that kernels are compiled and buffers grown."""
         if self._runner is None or self._sampler is None or self._settings is None:
@@ -163,6 +173,13 @@ class Executor:
             self._sampler.sample(logits, batch.sample_rows(inputs))
             batch.append(inputs.slots, np.zeros(1, np.int64))
         batch.reset()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Python's, torch's, or what torch's CPU allocator raises as a plain RuntimeError."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
 
 
 def _outcome(

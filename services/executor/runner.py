@@ -27,7 +27,6 @@ class ModelRunner:
         tensors = [torch.empty(shape, dtype=self._needs.kv_dtype) for _ in range(2 * self._layers)]
         self._cache = KvCache(tuple(tensors[: self._layers]), tuple(tensors[self._layers :]))
 
-    @torch.inference_mode()
     def forward(self, inputs: StepInputs, tables: npt.NDArray[np.int32]) -> torch.Tensor:
         """Computes every row's tokens, writes their KV, and returns logits [sampling rows, vocab]."""
         query_starts, contexts = torch.from_numpy(inputs.query_starts), torch.from_numpy(inputs.contexts)

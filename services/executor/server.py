@@ -23,6 +23,9 @@ from services.executor.steps import StepThread
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ExecutorService"].full_name
 
+_CLOSE_S = 2.0
+"""What a step still running after the drain is given."""
+
 log = logging.getLogger(__name__)
 
 
@@ -72,6 +75,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self._last_epoch = 0
         self._opening = asyncio.Lock()
         self._draining = False
+        self._notes: set[asyncio.Task[None]] = set()
         self._watch = asyncio.create_task(self._watch_step_thread(ended))
 
     async def Load(  # noqa: N802 - gRPC's name
@@ -137,12 +141,11 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             await self._epoch.drain(unavailable("DRAINING", "the executor is shutting down"))
 
     async def close(self) -> None:
-        """Ends the step thread, after `drain`."""
+        """Ends the step thread, after `drain`; one that does not come back from its step is left behind."""
         self._watch.cancel()
         if self._epoch is not None:
             self._epoch.end()
-            await self._epoch.closed.wait()
-        await asyncio.to_thread(self._steps.close)
+        await asyncio.to_thread(self._steps.close, _CLOSE_S)
 
     async def _open(self, first: pb.Open) -> Epoch:
         """Begins the epoch, ending the one that runs. Raises RequestError."""
@@ -165,7 +168,9 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             epoch = self._epoch = Epoch(first.epoch, self._executor, self._steps)
         log.info("epoch %d begins", epoch.number)
         await self._health.set_generate(True)
-        self._after = asyncio.create_task(self._note_end(epoch))
+        note = asyncio.create_task(self._note_end(epoch))
+        self._notes.add(note)
+        note.add_done_callback(self._notes.discard)
         return epoch
 
     async def _note_end(self, epoch: Epoch) -> None:

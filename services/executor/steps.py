@@ -31,13 +31,17 @@ class StepThread:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._watchdog = _Watchdog()
         self._started_at: float | None = None
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
         self._thread.start()
 
     def submit(self, job: Callable[[], T], *, deadline_s: float | None = None) -> Future[T]:
-        """Queues `job`. The process ends with HUNG_EXIT_STATUS when it runs longer than `deadline_s`."""
+        """Queues `job`; the process ends when it runs longer than `deadline_s`. After `close` nothing is taken."""
         future: Future[T] = Future()
-        self._jobs.put((job, future, deadline_s))
+        if self._closed:
+            future.cancel()
+        else:
+            self._jobs.put((job, future, deadline_s))
         return future
 
     def is_alive(self) -> bool:
@@ -50,7 +54,8 @@ class StepThread:
         return None if started_at is None else int((time.monotonic() - started_at) * 1000)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Ends the thread after the jobs queued so far."""
+        """Ends the thread after the jobs queued so far; waits `timeout_s` for it."""
+        self._closed = True
         self._jobs.put(None)
         self._thread.join(timeout_s)
         self._watchdog.close()

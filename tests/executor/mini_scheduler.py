@@ -140,6 +140,7 @@ class RunStream:
         event = await self.event()
         assert event.WhichOneof("event") == "fault", event
         assert await self.event() is grpc.aio.EOF
+        assert await self.call.code() == grpc.StatusCode.OK
         return event.fault
 
     async def close(self) -> None:

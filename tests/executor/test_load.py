@@ -174,6 +174,13 @@ async def test_allocate_refuses_what_does_not_fit_and_then_takes_what_does(tiny:
         await rig.allocate(10)
 
 
+async def test_slots_that_memory_cannot_hold_are_refused(tiny: Path) -> None:
+    async with serve(tiny, max_slots=2**32 - 1) as rig:
+        await rig.load()
+        code, details = await refused(rig.allocate(20))
+        assert code == grpc.StatusCode.FAILED_PRECONDITION and f"{2**32 - 1} slots" in details
+
+
 async def test_allocate_for_other_than_one_kv_group_is_refused(tiny: Path) -> None:
     async with serve(tiny) as rig:
         await rig.load()

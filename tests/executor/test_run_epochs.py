@@ -163,6 +163,19 @@ async def test_a_drain_answers_the_step_in_flight_then_ends_the_stream_and_refus
         assert (await refused(rig, opening(next_epoch())))[0] == grpc.StatusCode.UNAVAILABLE
 
 
+async def test_a_step_that_never_ends_does_not_hold_up_the_end_of_the_process(tiny: Path) -> None:
+    hooked, entered, release = Hooked(), threading.Event(), threading.Event()
+    async with serve(tiny, num_blocks=BLOCKS, make=hooked) as rig:
+        run = await RunStream.open(rig)
+        hooked.before = lambda: (entered.set(), release.wait(60))
+        await run.send(**first())
+        await asyncio.to_thread(entered.wait, 30)
+        begun = time.monotonic()
+        await rig.servicer.close()
+        assert time.monotonic() - begun < 3 * 2.0  # the 2 s that close gives it
+        release.set()
+
+
 async def test_generate_is_serving_while_a_stream_is_open_and_well(tiny: Path) -> None:
     async def becomes(name: str, serving: bool) -> None:
         for _ in range(500):
