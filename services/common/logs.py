@@ -12,3 +12,5 @@ def setup(service: str, level: str) -> None:
         format=f"%(asctime)s %(levelname).1s {service} %(name)s: %(message)s",
         force=True,
     )
+    # gRPC's own debug records are about its event loop, one a call.
+    logging.getLogger("grpc").setLevel(max(logging.INFO, logging.getLevelName(level.upper())))

@@ -23,6 +23,7 @@ BOS_ID, EOS_ID, PAD_ID = 1, 2, 2
 NEAR_TIE = 1e-3
 """A first difference between ids passes only where the float64 model's two likeliest logits are closer than this."""
 STREAMS_A_NEAR_TIE = 200
+_REFERENCE_BATCH = 8
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -162,29 +163,49 @@ def _model(path: Path, dtype: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
 
 
-@functools.lru_cache(maxsize=4096)
-def _generated(path: Path, prompt: tuple[int, ...], max_new_tokens: int, ignore_eos: bool) -> tuple[int, ...]:
+@functools.lru_cache(maxsize=64)
+def _generated(
+    path: Path, prompts: tuple[tuple[int, ...], ...], max_new_tokens: int, ignore_eos: bool
+) -> list[list[int]]:
+    """Of one left-padded batch; the mask keeps the padding out."""
     import torch
 
-    ids = torch.tensor([prompt])
+    width = max(len(prompt) for prompt in prompts)
+    ids = torch.full((len(prompts), width), PAD_ID)
+    mask = torch.zeros_like(ids)
+    for i, prompt in enumerate(prompts):
+        ids[i, width - len(prompt) :], mask[i, width - len(prompt) :] = torch.tensor(prompt), 1
     stop = {"eos_token_id": None} if ignore_eos else {}
+    model = _model(path, "float32")
     with torch.inference_mode():
-        out = _model(path, "float32").generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            pad_token_id=PAD_ID,
-            **stop,
+        out = model.generate(
+            ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=PAD_ID, **stop
         )
-    return tuple(out[0, len(prompt) :].tolist())
+    eos = model.generation_config.eos_token_id
+    ends = set() if ignore_eos or eos is None else {eos} if isinstance(eos, int) else set(eos)
+    return [_until(row, ends) for row in out[:, width:].tolist()]
+
+
+def _until(ids: list[int], ends: set[int]) -> list[int]:
+    """Up to the first of `ends`, included; a batch goes on until its last row has ended."""
+    return next((ids[: i + 1] for i, token in enumerate(ids) if token in ends), ids)
 
 
 def reference_ids(
     path: Path, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, ignore_eos: bool = False
 ) -> list[list[int]]:
-    """What transformers' generate appends to each prompt, greedy, float32, one at a time; EOS ends it, included."""
-    return [list(_generated(path.resolve(), tuple(prompt), max_new_tokens, ignore_eos)) for prompt in prompts]
+    """What transformers' generate appends to each prompt, greedy, float32; EOS ends it, included.
+
+    Prompts of like length go through it together, so that many of them take little more time than one.
+    """
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    answers: list[list[int]] = [[] for _ in prompts]
+    for start in range(0, len(order), _REFERENCE_BATCH):
+        batch = order[start : start + _REFERENCE_BATCH]
+        key = tuple(tuple(prompts[i]) for i in batch)
+        for i, answer in zip(batch, _generated(path.resolve(), key, max_new_tokens, ignore_eos), strict=True):
+            answers[i] = answer
+    return answers
 
 
 def float64_logits(path: Path, ids: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float64]]:
