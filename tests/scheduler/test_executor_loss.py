@@ -75,8 +75,8 @@ async def test_an_idle_scheduler_notices_the_loss_too(model: Path) -> None:
     async with bench(model, stub=StubExecutor()) as b:
         port = b.stub.port
         await b.stub.stop()
-        await until(lambda: not b.server.engine.can_generate)
-        assert b.server.engine.state == engine_pb2.ENGINE_STATE_RECOVERING
+        await until(lambda: b.server.engine.state == engine_pb2.ENGINE_STATE_RECOVERING)
+        assert not b.server.engine.can_generate
         refused = await b.frontend.run([1])
         assert refused.code is grpc.StatusCode.UNAVAILABLE
         assert b.server.server.health.is_serving("readiness")

@@ -399,11 +399,13 @@ async def test_a_frontend_that_never_reads_is_cut_and_others_go_on(model: Path) 
             await slow.submit([n + 1], max_tokens=900, logprobs=0)
         await until(lambda: b.server.engine.num_frontends == 1, timeout_s=60)
         assert b.server.engine.core.num_requests == 0
+        await slow.submit([7, 7, 7])  # it does not know yet; nothing may run for it
         assert (await b.frontend.run([1])).finished
         slow.resume()
         await until(lambda: slow.ended is not None)
         assert slow.ended.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "reads too slowly" in slow.ended.details()
+        assert all(start.token_ids != ids_column([7, 7, 7]) for plan in b.stub.plans for start in plan.started)
 
 
 async def test_a_frontend_that_dies_while_a_write_to_it_waits_ends_its_requests(model: Path) -> None:
