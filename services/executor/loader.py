@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from services.common.errors import StartError
-from services.executor import architecture
+from services.executor import architecture, memory
 from services.executor.attention.selection import IMPLEMENTATION
 
 SINGLE_FILE = "model.safetensors"
@@ -50,8 +50,8 @@ class Checkpoint:
 def load(path: Path, dtype: torch.dtype, report: Report) -> Checkpoint:
     """Builds the model on the CPU in `dtype`; `report` is called from this thread.
 
-    Raises StartError when the model is not served, a file cannot be read, or tensors are missing, unexpected or of
-    another shape (all listed).
+    Raises StartError when the model is not served, a file cannot be read, the weights do not fit into memory, or
+    tensors are missing, unexpected or of another shape (all listed).
     """
     config = architecture.read(path)
     where = _locate(path)
@@ -139,6 +139,11 @@ def _assign(path: Path, model: PreTrainedModel, where: dict[str, Path], dtype: t
     tied = model.config.tie_word_embeddings
     total = sum(shape.numel() for name, shape in shapes.items() if not (tied and name == "lm_head.weight"))
     total *= dtype.itemsize
+    if total > (available := memory.available_bytes()):
+        raise StartError(
+            f"the weights of {path} take {total} bytes as {str(dtype).removeprefix('torch.')}, {available} are free;"
+            " raise the memory limit or serve a smaller model"
+        )
     state: dict[str, torch.Tensor] = {}
     done, wrong = 0, []
     head: torch.Tensor | None = None

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from services.common.errors import StartError
-from services.executor import architecture, loader
+from services.executor import architecture, loader, memory
 from services.executor.attention.contract import Needs
 from services.executor.attention.selection import select
 from tests.support.checkpoints import tiny_llama
@@ -122,6 +122,17 @@ def test_a_damaged_weight_file_is_refused(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(StartError, match=r"cannot read .*model\.safetensors"):
         load(path)
+
+
+def test_weights_that_do_not_fit_into_memory_are_refused_before_they_are_read(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = sum(parameter.nbytes for parameter in load(tiny).model.parameters())
+    monkeypatch.setattr(memory, "available_bytes", lambda: needed)
+    load(tiny)
+    monkeypatch.setattr(memory, "available_bytes", lambda: needed - 1)
+    with pytest.raises(StartError, match=f"take {needed} bytes as float32, {needed - 1} are free"):
+        load(tiny)
 
 
 @pytest.mark.parametrize("index", ["{", "{}", '{"weight_map": []}', '{"weight_map": {"a": 3}}'])
