@@ -242,7 +242,10 @@ class Engine:
 
     async def _serve(self, run: ExecutorRun, core: Scheduler) -> NoReturn:
         while True:
+            preemptions = core.preemptions
             plan = core.plan(now_ns())
+            if core.preemptions > preemptions:
+                log.debug("%d requests preempted: the KV pool is full", core.preemptions - preemptions)
             if plan is None:
                 await self._idle(run, core)
                 continue

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from services.executor import loader
 from services.executor.executor import Executor
 
