@@ -57,6 +57,7 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         read_back: bool = True,
         faults: Faults | None = None,
         weights_hash: str = "ab" * 32,
+        config_hash: str = "",
         refuse_load: str = "",
         port: int = 0,
     ) -> None:
@@ -76,6 +77,7 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         self._max_in_flight = max_in_flight
         self._read_back = read_back
         self._weights_hash = weights_hash
+        self._config_hash = config_hash
         self._refuse_load = refuse_load
         self._gate = asyncio.Event()
         self._gate.set()
@@ -158,6 +160,7 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             version=request.max_version,
             device="stub",
             weights_hash=self._weights_hash,
+            config_hash=self._config_hash,
             vocab_size=self.vocab_size,
             kv_groups=[
                 executor_pb2.KvGroup(block_tokens=request.config.block_tokens, block_bytes=self.block_bytes),

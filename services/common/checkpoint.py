@@ -43,9 +43,17 @@ def find(model: str) -> Path:
 
 def tokenizer_hash(path: Path) -> str:
     """SHA-256 of tokenizer.json, hex: equal hashes, equal ids for a text."""
-    file = path / "tokenizer.json"
+    return _file_hash(path / "tokenizer.json")
+
+
+def config_hash(path: Path) -> str:
+    """SHA-256 of config.json, hex: equal hashes, the same architecture and figures."""
+    return _file_hash(path / "config.json")
+
+
+def _file_hash(file: Path) -> str:
     if not file.is_file():
-        raise StartError(f"{path} has no tokenizer.json")
+        raise StartError(f"{file.parent} has no {file.name}")
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 

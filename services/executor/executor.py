@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from kernels.cpu import paged_attention
+from services.common.checkpoint import config_hash
 from services.common.errors import StartError
 from services.executor import loader, memory
 from services.executor.attention.contract import Needs
@@ -32,6 +33,7 @@ class Facts:
 
     device: str
     weights_hash: str
+    config_hash: str
     vocab_size: int
     block_bytes: int
     kv_bytes: int
@@ -89,7 +91,14 @@ class Executor:
         kv_bytes = memory.kv_budget_bytes(self._kv_memory_bytes, memory.available_bytes())
         block_bytes = shape.kv_block_bytes(settings.block_tokens, dtype.itemsize)
         self._checkpoint, self._settings, self._runner = checkpoint, settings, runner
-        self._facts = Facts("cpu", checkpoint.weights_hash, shape.vocab_size, block_bytes, kv_bytes)
+        self._facts = Facts(
+            device="cpu",
+            weights_hash=checkpoint.weights_hash,
+            config_hash=config_hash(self._path),
+            vocab_size=shape.vocab_size,
+            block_bytes=block_bytes,
+            kv_bytes=kv_bytes,
+        )
         log.info("loaded %s, weights %s, %d bytes for KV", self._path, checkpoint.weights_hash[:12], kv_bytes)
         return self._facts
 

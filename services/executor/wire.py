@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc
 import numpy as np
@@ -80,11 +80,14 @@ DOOR = Door(_SERVED)
 
 @dataclass(frozen=True)
 class LoadCall:
-    """A checked Load. Two that are equal ask for the same thing."""
+    """A checked Load. Two that are equal ask for the same thing.
+
+    `model` is what the scheduler calls the checkpoint, for people; Loaded's hashes say what it is.
+    """
 
     settings: Settings
     dtype: torch.dtype
-    model: str
+    model: str = field(compare=False)
 
 
 def load_call(request: pb.LoadRequest) -> LoadCall:
@@ -121,6 +124,7 @@ def loaded(facts: Facts, settings: Settings) -> pb.LoadResponse:
             features=FEATURES,
             device=facts.device,
             weights_hash=facts.weights_hash,
+            config_hash=facts.config_hash,
             vocab_size=facts.vocab_size,
             kv_groups=[pb.KvGroup(block_tokens=settings.block_tokens, block_bytes=facts.block_bytes)],
             kv_bytes=facts.kv_bytes,

@@ -39,6 +39,7 @@ class ExecutorFacts:
     device: str
     version: int
     weights_hash: str
+    config_hash: str
     vocab_size: int
     block_bytes: int
     kv_bytes: int
@@ -110,6 +111,7 @@ class ExecutorLink:
             device=loaded.device,
             version=loaded.version,
             weights_hash=loaded.weights_hash,
+            config_hash=loaded.config_hash,
             vocab_size=loaded.vocab_size,
             block_bytes=group.block_bytes,
             kv_bytes=loaded.kv_bytes,

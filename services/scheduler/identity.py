@@ -36,6 +36,7 @@ class Model:
     name: str
     folder: str
     tokenizer_hash: str
+    config_hash: str
     vocab_size: int
     context_tokens: int
     config: SchedulerConfig
@@ -56,6 +57,7 @@ class Model:
             name=config.served_model_name or path.name,
             folder=path.name,
             tokenizer_hash=checkpoint.tokenizer_hash(path),
+            config_hash=checkpoint.config_hash(path),
             vocab_size=figures.vocab_size,
             context_tokens=context_tokens,
             config=config,
@@ -79,6 +81,11 @@ class Model:
             raise StartError(
                 f"the executor's model has {facts.vocab_size} ids, {self.folder} here has {self.vocab_size}: "
                 "give both the same --model"
+            )
+        if facts.config_hash not in ("", self.config_hash):
+            raise StartError(
+                f"the executor's config.json has SHA-256 {facts.config_hash[:12]}, that of {self.folder} here "
+                f"{self.config_hash[:12]}: give both the same --model"
             )
         num_blocks = self._num_blocks(facts)
         pool_tokens = (num_blocks - 1) * self.config.block_size

@@ -16,10 +16,17 @@ from tests.support.cluster import Cluster, health, running
 ENDLESS = by_ids([3, 4, 5, 6], greedy(max_tokens=1000, ignore_eos=True))
 
 
-@pytest.fixture
-def cluster(tiny: Path, tmp_path: Path) -> Iterator[Cluster]:
-    with running(tiny, tmp_path) as cluster:
+@pytest.fixture(scope="module")
+def shared(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(tiny, tmp_path_factory.mktemp("logs")) as cluster:
         yield cluster
+
+
+@pytest.fixture
+def cluster(shared: Cluster) -> Cluster:
+    """All three running; what an earlier test ended is started again."""
+    shared.revive()
+    return shared
 
 
 async def status_after(cluster: Cluster, kill) -> tuple[grpc.StatusCode, Answer]:
@@ -68,6 +75,7 @@ def test_G1_a_killed_scheduler_ends_streams_unavailable_and_a_new_one_serves(clu
 def test_sigterm_ends_each_service_cleanly(cluster: Cluster, name: str) -> None:
     cluster.kill(name, signal.SIGTERM)
     assert cluster.processes[name].wait(15) == 0
+    assert "services.common.server: stopped" in cluster.log(name)
     assert "Traceback" not in cluster.log(name)
 
 

@@ -53,7 +53,7 @@ CONFIGS = {
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "config", [pytest.param(name, marks=[pytest.mark.slow] if name.startswith("block") else []) for name in CONFIGS]
+    "config", [pytest.param(name, marks=[] if name == "plain" else [pytest.mark.slow]) for name in CONFIGS]
 )
 def test_real_model_ids_equal_the_reference(embedded: Path, tmp_path: Path, config: str) -> None:
     expected = reference_ids(embedded, prompts(embedded), NEW_TOKENS, ignore_eos=True)

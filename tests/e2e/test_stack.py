@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from triptych.inference.v1 import generation_pb2, inference_pb2, inference_pb2_grpc
 
 from tests.support.calls import by_ids, chat, generate, greedy
+from tests.support.checkpoints import reference_ids
 from tests.support.cluster import Cluster, running
 
 MIB = 1024 * 1024
@@ -87,10 +88,6 @@ async def test_a_field_not_served_yet_is_refused_by_name(channel: grpc.aio.Chann
 
 
 def test_X4_every_eos_id_stops_and_ignore_eos_ignores_all_but_not_the_users_stops(tiny: Path, tmp_path: Path) -> None:
-    async def free_run(address: str) -> list[int]:
-        async with grpc.aio.insecure_channel(address) as channel:
-            return (await generate(channel, by_ids(prompt, greedy(max_tokens=40, ignore_eos=True)))).ids
-
     async def checks(address: str) -> None:
         async with grpc.aio.insecure_channel(address) as channel:
             stopped = await generate(channel, by_ids(prompt, greedy(max_tokens=40)))
@@ -106,9 +103,7 @@ def test_X4_every_eos_id_stops_and_ignore_eos_ignores_all_but_not_the_users_stop
             assert user.finishes[0].stop_token_id == stop
 
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]
-    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
-    with running(tiny, tmp_path / "a") as cluster:
-        ids = asyncio.run(free_run(cluster.address))
+    (ids,) = reference_ids(tiny, [prompt], 40, ignore_eos=True)
     # The later of two EOS ids stands first in the output: a server that knows only one of them would run on.
     fresh = [i for n, i in enumerate(ids) if i not in ids[:n]]
     stop, eos = fresh[3], [fresh[4], fresh[1]]
@@ -116,5 +111,5 @@ def test_X4_every_eos_id_stops_and_ignore_eos_ignores_all_but_not_the_users_stop
     shutil.copytree(tiny, model)
     generation = json.loads((model / "generation_config.json").read_text())
     (model / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": eos}))
-    with running(model, tmp_path / "b") as cluster:
+    with running(model, tmp_path) as cluster:
         asyncio.run(checks(cluster.address))

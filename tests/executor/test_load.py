@@ -43,6 +43,7 @@ async def test_load_reports_progress_and_ends_with_what_is_loaded(tiny: Path) ->
         loaded = last.loaded
         file_hash = hashlib.sha256((tiny / "model.safetensors").read_bytes()).hexdigest()
         assert loaded.weights_hash == hashlib.sha256(file_hash.encode()).hexdigest()
+        assert loaded.config_hash == hashlib.sha256((tiny / "config.json").read_bytes()).hexdigest()
         assert (loaded.version, loaded.device, loaded.vocab_size, loaded.max_in_flight) == (1, "cpu", 512, 1)
         assert (loaded.dtype, loaded.kv_dtype) == (pb.D_TYPE_FLOAT32, pb.D_TYPE_FLOAT32)
         (group,) = loaded.kv_groups
@@ -58,6 +59,7 @@ async def test_the_same_config_again_is_answered_at_once_and_another_is_refused(
         assert [r.loaded for r in again] == [loaded]
         explicit = changed(rig, dtype=pb.D_TYPE_FLOAT32, kv_dtype=pb.D_TYPE_FLOAT32, tp_size=1, pp_size=1, dp_size=1)
         assert await rig.load(config=explicit) == loaded
+        assert await rig.load(config=changed(rig, model="the same folder by another name")) == loaded
         for fields in ({"block_tokens": 32}, {"max_slots": 9}, {"context_tokens": 512}, {"max_step_tokens": 1}):
             code, details = await refused(rig.load(config=changed(rig, **fields)))
             assert code == grpc.StatusCode.FAILED_PRECONDITION and "another config" in details

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,12 @@ async def test_an_executor_that_refuses_the_model_ends_the_start(model: Path) ->
 async def test_an_executor_with_another_vocabulary_ends_the_start(model: Path) -> None:
     error = await start_error(StubExecutor(vocab_size=100), model)
     assert "has 100 ids, model here has 512" in error
+
+
+async def test_an_executor_with_another_config_json_ends_the_start(model: Path) -> None:
+    mine = hashlib.sha256((model / "config.json").read_bytes()).hexdigest()
+    error = await start_error(StubExecutor(config_hash="0" * 64), model)
+    assert f"config.json has SHA-256 {'0' * 12}, that of model here {mine[:12]}" in error
 
 
 async def test_memory_for_less_than_two_blocks_ends_the_start(model: Path) -> None:

@@ -63,6 +63,13 @@ class Cluster:
                 command, stdout=log, stderr=log, env=os.environ | {"PYTHONPATH": "."}
             )
 
+    def revive(self) -> None:
+        """Starts again what has ended, on its old port, and waits as `start` does."""
+        for name in ORDER:
+            if self.processes[name].poll() is not None:
+                self.start_one(name)
+        self.wait_generate(True, timeout_s=120)
+
     def wait_generate(self, serving: bool, *, timeout_s: float) -> None:
         """Waits until the frontend's `generate` health is as said. Raises TimeoutError with the ends of the logs."""
         deadline = time.monotonic() + timeout_s
