@@ -17,7 +17,7 @@ class Door:
     """The fields served, by message type; every other field that is set is refused by its path.
 
     `served` maps a message's full name ("triptych.inference.v1.Options") to its served field names. A message type that
-    is not named serves no field, so a field added to a contract is refused until its issue serves it here.
+    is not named serves no field, so a field added to a contract is refused until it is served here.
     """
 
     def __init__(self, served: Mapping[str, frozenset[str]]) -> None:
