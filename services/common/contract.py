@@ -12,6 +12,21 @@ from services.common.errors import unserved
 PROTOCOL_VERSION = 1
 """The version of the two internal contracts that this code speaks; the hellos carry a range."""
 
+SAMPLING = "triptych.inference.v1.Sampling"
+SERVED_SAMPLING = frozenset(
+    {
+        "logit_bias",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+    }
+)
+"""Fields of Sampling served; the same at all three doors, since it travels through them unread."""
+
 
 class Door:
     """The fields served, by message type; every other field that is set is refused by its path.

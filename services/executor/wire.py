@@ -10,7 +10,7 @@ import torch
 from triptych.executor.v1 import executor_pb2 as pb
 from triptych.inference.v1 import generation_pb2
 
-from services.common.contract import PROTOCOL_VERSION, Door
+from services.common.contract import PROTOCOL_VERSION, SAMPLING, SERVED_SAMPLING, Door
 from services.common.errors import RequestError, invalid, unserved
 from services.executor.executor import Facts
 from services.executor.plan import BadPlanError, Int64s, Outcome, Plan, Settings, Started
@@ -62,18 +62,7 @@ _SERVED = {
         }
     ),
     "triptych.executor.v1.GroupUpdate": frozenset({"new_blocks"}),
-    "triptych.inference.v1.Sampling": frozenset(
-        {
-            "logit_bias",
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-            "temperature",
-            "top_k",
-            "top_p",
-            "min_p",
-        }
-    ),
+    SAMPLING: SERVED_SAMPLING,
 }
 DOOR = Door(_SERVED)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from triptych.inference.v1 import inference_pb2
 
-from services.common.contract import Door
+from services.common.contract import SAMPLING, SERVED_SAMPLING, Door
 from services.common.errors import invalid, unserved
 
 _PACKAGE = "triptych.inference.v1."
@@ -31,23 +31,13 @@ _SERVED = {
         "skip_special_tokens",
         "label",
     },
-    "Sampling": {
-        "logit_bias",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-    },
     "TokenizeRequest": {"model", "text", "chat", "add_special_tokens"},
     "DetokenizeRequest": {"model", "token_ids", "skip_special_tokens"},
     "GetModelRequest": {"model"},
     "ListModelsRequest": set[str](),
 }
 
-DOOR = Door({_PACKAGE + name: frozenset(fields) for name, fields in _SERVED.items()})
+DOOR = Door({SAMPLING: SERVED_SAMPLING} | {_PACKAGE + name: frozenset(fields) for name, fields in _SERVED.items()})
 
 MAX_CHOICES = 1
 """Choices of a request that are served."""

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from triptych.engine.v1 import engine_pb2
 
-from services.common.contract import Door
+from services.common.contract import SAMPLING, SERVED_SAMPLING, Door
 from services.common.errors import invalid, unserved
 from services.scheduler.core.request import RequestKey, Submission
 
@@ -35,18 +35,7 @@ _DOOR = Door(
                 "timeout_ms",
             }
         ),
-        "triptych.inference.v1.Sampling": frozenset(
-            {
-                "logit_bias",
-                "repetition_penalty",
-                "presence_penalty",
-                "frequency_penalty",
-                "temperature",
-                "top_k",
-                "top_p",
-                "min_p",
-            }
-        ),
+        SAMPLING: SERVED_SAMPLING,
         "triptych.engine.v1.FrontendHello": frozenset(
             {"min_version", "max_version", "features", "frontend_id", "tokenizer_hash"}
         ),
