@@ -42,6 +42,8 @@ async def _serve(settings: ExecutorConfig) -> None:
     servicer = ExecutorServicer(executor, server.health)
     executor_pb2_grpc.add_ExecutorServiceServicer_to_server(servicer, server.grpc)
     await server.start([SERVICE_NAME])
+    # Before any weight is loaded: a scheduler must reach it to have them loaded.
+    await server.health.set_ready(True)
     log.info("serving executor on %s:%d", settings.host, server.port)
     await server.run(servicer.drain, drain_s=settings.drain_s)
     await servicer.close()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 from triptych.executor.v1 import executor_pb2
+
+from services.common import sampling
 
 GREEDY_BELOW = 1e-3
 """A temperature below this means the likeliest id."""
@@ -35,23 +36,11 @@ class SamplingParams:
     @classmethod
     def from_proto(cls, request: executor_pb2.NewRequest) -> SamplingParams:
         """What the request says; a field that the frontend left unset is off (temperature 1)."""
-        sampling = request.sampling
-        given = {
-            name: getattr(sampling, name)
-            for name in (
-                "temperature",
-                "top_k",
-                "top_p",
-                "min_p",
-                "repetition_penalty",
-                "presence_penalty",
-                "frequency_penalty",
-            )
-            if sampling.HasField(name)
-        }
+        wanted = request.sampling
+        given = {field.name: value for field, value in wanted.ListFields() if field.name in sampling.RANGES}
         return cls(
             **given,
-            logit_bias=tuple(sorted(sampling.logit_bias.items())),
+            logit_bias=tuple(sorted(wanted.logit_bias.items())),
             seed=request.seed,
             min_tokens=request.min_tokens,
             stop_ids=tuple(np.frombuffer(request.stop_ids, dtype="<u4").tolist()),
@@ -60,29 +49,12 @@ class SamplingParams:
 
     def check(self, vocab_size: int) -> None:
         """Raises ValueError naming the first field that is out of its range."""
-        for name, value, low, high in (
-            ("temperature", self.temperature, 0.0, 100.0),
-            ("min_p", self.min_p, 0.0, 1.0),
-            ("presence_penalty", self.presence_penalty, -2.0, 2.0),
-            ("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
-        ):
-            if not low <= value <= high:
-                raise ValueError(f"{name} is {value:g}, not in [{low:g}, {high:g}]")
-        for name, value, high in (
-            ("top_p", self.top_p, 1.0),
-            ("repetition_penalty", self.repetition_penalty, 10.0),
-        ):
-            if not 0.0 < value <= high:
-                raise ValueError(f"{name} is {value:g}, not in (0, {high:g}]")
-        if self.top_k < -1:
-            raise ValueError(f"top_k is {self.top_k}; -1 and 0 mean off, else it is 1 or more")
-        for name, ids in (("logit_bias", [i for i, _ in self.logit_bias]), ("stop_ids", self.stop_ids)):
-            for token in ids:
-                if not 0 <= token < vocab_size:
-                    raise ValueError(f"{name} holds id {token}, the vocabulary has {vocab_size}")
-        for token, bias in self.logit_bias:
-            if not (-100.0 <= bias <= 100.0 or bias == -math.inf):
-                raise ValueError(f"logit_bias of id {token} is {bias:g}, neither in [-100, 100] nor -inf")
+        values = {name: getattr(self, name) for name in sampling.RANGES}
+        if (fault := sampling.fault(values, self.logit_bias, vocab_size)) is not None:
+            raise ValueError(" ".join(fault))
+        for token in self.stop_ids:
+            if not 0 <= token < vocab_size:
+                raise ValueError(f"stop_ids holds id {token}, the vocabulary has {vocab_size}")
 
     @property
     def is_greedy(self) -> bool:

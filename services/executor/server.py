@@ -115,8 +115,6 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         except StartError as error:
             raise _precondition("CANNOT_ALLOCATE", str(error)) from error
         self._allocated = True
-        if not self._draining:
-            await self._health.set_ready(True)
         return pb.AllocateResponse(warmup_ms=int((time.monotonic() - begun) * 1000))
 
     async def Run(  # noqa: N802 - gRPC's name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.common.errors import RequestError
@@ -42,11 +44,19 @@ class Outputs:
 
     def then(self, later: Outputs) -> Outputs:
         """Both, in order, as one."""
-        return Outputs(
-            self.token_ids + later.token_ids,
-            self.logprobs + later.logprobs,
-            later.cached_tokens if later.cached_tokens is not None else self.cached_tokens,
-            later.finish or self.finish,
+        return Outputs.joined((self, later))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Outputs]) -> Outputs:
+        """One or more, in order, as one."""
+        if len(parts) == 1:
+            return parts[0]
+        cached = [part.cached_tokens for part in parts if part.cached_tokens is not None]
+        return cls(
+            tuple(itertools.chain.from_iterable(part.token_ids for part in parts)),
+            tuple(itertools.chain.from_iterable(part.logprobs for part in parts)),
+            cached[-1] if cached else None,
+            next((part.finish for part in reversed(parts) if part.finish is not None), None),
         )
 
 

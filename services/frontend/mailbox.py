@@ -9,16 +9,16 @@ from services.frontend.engine import Outputs
 
 
 class Mailbox:
-    """Holds at most one Outputs: what comes while the reader is slow joins it, so it is bounded by max_tokens."""
+    """What comes while the reader is slow is taken as one; it is bounded by max_tokens."""
 
     def __init__(self) -> None:
-        self._waiting: Outputs | None = None
+        self._waiting: list[Outputs] = []
         self._error: RequestError | None = None
         self._news = asyncio.Event()
 
     def put(self, outputs: Outputs) -> None:
         """Adds what is new."""
-        self._waiting = self._waiting.then(outputs) if self._waiting else outputs
+        self._waiting.append(outputs)
         self._news.set()
 
     def fail(self, error: RequestError) -> None:
@@ -29,8 +29,9 @@ class Mailbox:
     async def take(self) -> Outputs:
         """What is new, once there is any. Raises the RequestError that ended the request."""
         await self._news.wait()
-        if self._waiting is not None:
-            outputs, self._waiting = self._waiting, None
+        if self._waiting:
+            outputs = Outputs.joined(self._waiting)
+            self._waiting = []
             if self._error is None:
                 self._news.clear()
             return outputs

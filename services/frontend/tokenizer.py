@@ -16,6 +16,7 @@ from services.common.errors import StartError
 T = TypeVar("T")
 
 OFF_LOOP_BYTES = 8192
+_LONG_IDS = 1024
 """Text of this size takes about 2 ms to encode; larger work leaves the event loop."""
 
 
@@ -55,7 +56,11 @@ class TextTokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Text of ids as a whole; broken UTF-8 becomes U+FFFD."""
-        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        if len(ids) < _LONG_IDS:
+            return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        # A batch of one: `decode` keeps the GIL, so that a thread of its own would not help the others.
+        (text,) = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+        return text
 
     def stream(self, ids: Sequence[int], *, skip_special_tokens: bool) -> Stream:
         """A decoder of the ids that follow `ids`."""

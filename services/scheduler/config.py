@@ -17,9 +17,7 @@ class SchedulerConfig(ServiceConfig):
     port: int = Field(50052, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     executor: str = Field("127.0.0.1:50053", description="HOST:PORT of the executor")
     served_model_name: str | None = Field(None, description="name told to frontends; unset: the checkpoint folder's")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="of the weights in use; auto: float32 on a CPU, else the checkpoint's"
-    )
+    dtype: Literal["auto", "float32"] = Field("auto", description="of the weights in use; auto: float32 on a CPU")
     max_model_len: int | None = Field(None, ge=1, description="longest context in tokens; unset: the model's")
     block_size: int = Field(16, ge=1, le=1024, description="tokens a KV block holds")
     max_num_seqs: int = Field(64, ge=1, le=65536, description="requests that run at once")

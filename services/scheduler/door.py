@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 from triptych.engine.v1 import engine_pb2
+from triptych.inference.v1 import generation_pb2
 
+from services.common import sampling
 from services.common.contract import SAMPLING, SERVED_SAMPLING, Door
 from services.common.errors import invalid, unserved
 from services.scheduler.core.request import RequestKey, Submission
@@ -53,7 +55,8 @@ def check(message: engine_pb2.FrontendHello | engine_pb2.Ping) -> None:
 def read_submit(submit: engine_pb2.Submit, frontend: int, vocab_size: int, now_ns: int) -> Submission:
     """A request as the core takes it. Raises RequestError naming the field: INVALID_ARGUMENT or UNIMPLEMENTED.
 
-    Sampling goes on unread; its values are the frontend's and the executor's to check. Lengths are the core's.
+    Sampling goes on unread but for its ranges: what the executor cannot take must end here, not there with the whole
+    epoch. Lengths are the core's.
     """
     _DOOR.check(submit)
     if submit.num_choices == 0:
@@ -64,6 +67,7 @@ def read_submit(submit: engine_pb2.Submit, frontend: int, vocab_size: int, now_n
         raise unserved("logprobs", f"of {submit.logprobs} is not served yet, only 0: the id's own")
     if submit.min_tokens > submit.max_tokens:
         raise invalid("min_tokens", f"is {submit.min_tokens}, more than max_tokens {submit.max_tokens}")
+    _check_sampling(submit.sampling, vocab_size)
     stop_ids = _ids("stop_ids", submit.stop_ids, vocab_size)
     if len(stop_ids) > MAX_STOP_IDS:
         raise invalid("stop_ids", f"has {len(stop_ids)} ids, the limit is {MAX_STOP_IDS}")
@@ -86,6 +90,13 @@ def read_abort(abort: engine_pb2.Abort, frontend: int) -> list[RequestKey]:
     if len(abort.request_ids) % 8:
         raise invalid("abort.request_ids", f"has {len(abort.request_ids)} bytes; a column of uint64 has 8 an id")
     return [RequestKey(frontend, request_id) for request_id in np.frombuffer(abort.request_ids, "<u8").tolist()]
+
+
+def _check_sampling(sampled: generation_pb2.Sampling, vocab_size: int) -> None:
+    values = {field.name: value for field, value in sampled.ListFields() if field.name in sampling.RANGES}
+    if (fault := sampling.fault(values, sampled.logit_bias.items(), vocab_size)) is not None:
+        field, description = fault
+        raise invalid(f"sampling.{field}", description)
 
 
 def _ids(field: str, column: bytes, vocab_size: int) -> npt.NDArray[np.uint32]:

@@ -134,7 +134,7 @@ class Engine:
             return engine_pb2.ENGINE_STATE_DRAINING
         if self._core is None:
             return engine_pb2.ENGINE_STATE_LOADING
-        return engine_pb2.ENGINE_STATE_SERVING if self._run is not None else engine_pb2.ENGINE_STATE_RECOVERING
+        return engine_pb2.ENGINE_STATE_SERVING if self.can_generate else engine_pb2.ENGINE_STATE_RECOVERING
 
     @property
     def can_generate(self) -> bool:

@@ -24,8 +24,6 @@ log = logging.getLogger(__name__)
 _DTYPES = {
     "auto": executor_pb2.D_TYPE_UNSPECIFIED,
     "float32": executor_pb2.D_TYPE_FLOAT32,
-    "bfloat16": executor_pb2.D_TYPE_BFLOAT16,
-    "float16": executor_pb2.D_TYPE_FLOAT16,
 }
 
 

@@ -84,7 +84,8 @@ async def test_C1_cancel_at_once(model: Path) -> None:
         await b.frontend.synced()
         await b.idle()
         assert not told.done.is_set()
-        assert sum(len(plan.started) for plan in b.stub.plans) <= 1
+        # The prompt takes two steps of 256; at most the first was under way when the cancel came.
+        assert sum(1 for plan in b.stub.plans if plan.slots) <= 1
 
 
 async def test_C1_cancel_between_submit_and_the_first_output(model: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -17,7 +18,7 @@ from triptych.inference.v1 import inference_pb2 as pb
 from triptych.inference.v1 import inference_pb2_grpc
 
 from services.common.errors import StartError
-from services.common.server import Server
+from services.common.server import Server, channel_options
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -55,6 +56,33 @@ async def served() -> AsyncIterator[tuple[Server, Slow, grpc.aio.Channel]]:
 
 async def _health(channel: grpc.aio.Channel, name: str) -> Any:
     return (await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name))).status
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(90)
+async def test_a_frozen_peer_is_noticed_by_keepalive() -> None:
+    script = (
+        "import asyncio\nfrom services.common.server import Server\nasync def serve():\n"
+        "    server = Server('127.0.0.1', 0)\n    await server.start([])\n    print(server.port, flush=True)\n"
+        "    await asyncio.sleep(90)\nasyncio.run(serve())"
+    )
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        port = int(await process.stdout.readline())
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=channel_options()) as channel:
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service="liveness"))
+            assert (await watch.read()).status == SERVING
+            process.send_signal(signal.SIGSTOP)
+            frozen_s = time.monotonic()
+            with pytest.raises(grpc.aio.AioRpcError) as failure:
+                await watch.read()
+    finally:
+        process.send_signal(signal.SIGKILL)
+        await process.wait()
+    assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
+    # A ping every 10 s, answered within 5 s; three times that is allowed here.
+    assert time.monotonic() - frozen_s < 45
 
 
 async def test_a_started_server_is_live_and_not_ready_before_it_says_so(

@@ -80,12 +80,12 @@ async def test_a_cancel_while_waiting_frees_its_place(beats, stub) -> None:
 
 async def test_a_cancel_in_the_middle_of_a_prefill_stops_it(beats, stub) -> None:
     baseline = await until(beats, idle)
-    call = stub.Generate(by_ids(LONG, greedy(max_tokens=8)))
+    call = stub.Generate(by_ids(LONG, greedy(max_tokens=500, ignore_eos=True)))
     started = await until(beats, lambda beat: beat.running_requests == 1)
     call.cancel()
     after = await until(beats, idle)
     assert after.free_blocks == baseline.free_blocks
-    # 600 tokens at 16 a step take 38 steps; the cancel came in the first second of them.
+    # 600 tokens at 16 a step take 38 steps, and 500 more follow; the cancel came in the first second of them.
     assert after.step - started.step < 38
 
 

@@ -28,6 +28,17 @@ def test_a_service_imports_nothing_that_is_not_its_own(service: str) -> None:
     assert not [name for name in modules if name in others]
 
 
+def test_the_schedulers_core_imports_numpy_and_the_standard_library_alone() -> None:
+    code = (
+        "import json, sys; before = set(sys.modules); import numpy; import services.scheduler.core.scheduler; "
+        "print(json.dumps(sorted(set(sys.modules) - before)))"
+    )
+    modules = json.loads(_output(sys.executable, "-c", code, cwd=ROOT))
+    ours = {name for name in modules if name.startswith("services.")}
+    assert ours - {"services.scheduler"} == {name for name in ours if name.startswith("services.scheduler.core")}
+    assert {name.partition(".")[0] for name in modules} - sys.stdlib_module_names <= {"numpy", "services"}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("service", NOT_NEEDED)

@@ -67,6 +67,8 @@ def test_real_model_ids_equal_the_reference(embedded: Path, tmp_path: Path, conf
 @pytest.mark.parametrize("config", CONFIGS)
 def test_tiny_model_ids_equal_the_reference(tiny: Path, tmp_path: Path, config: str) -> None:
     expected = reference_ids(tiny, prompts(tiny), NEW_TOKENS, ignore_eos=True)
-    with running(tiny, tmp_path, scheduler=CONFIGS[config]) as cluster:
+    with running(tiny, tmp_path, scheduler=[*CONFIGS[config], "--log-level", "debug"]) as cluster:
         got = asyncio.run(stream_all(cluster.address, tiny))
+        log = cluster.log("scheduler")
     check_same_ids(tiny, prompts(tiny), got, expected)
+    assert ("preempted" in log) == (config == "small pool")

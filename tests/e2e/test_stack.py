@@ -87,6 +87,25 @@ async def test_a_field_not_served_yet_is_refused_by_name(channel: grpc.aio.Chann
     assert "options.n" in failure.value.details()
 
 
+def test_K1_a_prompt_larger_than_the_pool_is_refused_and_the_next_request_is_served(tiny: Path, tmp_path: Path) -> None:
+    async def checks(address: str) -> None:
+        async with grpc.aio.insecure_channel(address) as channel:
+            for options in (greedy(max_tokens=1), greedy()):
+                with pytest.raises(grpc.aio.AioRpcError) as failure:
+                    await generate(channel, by_ids([5] * 161, options))
+                assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+                assert "161" in failure.value.details() and "160" in failure.value.details()
+            with pytest.raises(grpc.aio.AioRpcError) as failure:
+                await generate(channel, by_ids([5] * 100, greedy(max_tokens=61)))
+            assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            answer = await generate(channel, by_ids([5] * 100, greedy(max_tokens=60, ignore_eos=True)))
+            assert len(answer.ids) == 60
+
+    # The model's context is 1,024 tokens; 10 blocks of 16 beside the null block hold 160.
+    with running(tiny, tmp_path, scheduler=["--num-kv-blocks", "11"]) as cluster:
+        asyncio.run(checks(cluster.address))
+
+
 def test_X4_every_eos_id_stops_and_ignore_eos_ignores_all_but_not_the_users_stops(tiny: Path, tmp_path: Path) -> None:
     async def checks(address: str) -> None:
         async with grpc.aio.insecure_channel(address) as channel:

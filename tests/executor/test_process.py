@@ -68,7 +68,7 @@ def opening() -> pb.RunRequest:
 
 
 @pytest.mark.timeout(3 * START_TIMEOUT_S)
-def test_sigterm_ends_the_stream_and_the_process_in_order(tiny: Path) -> None:
+def test_G5_sigterm_ends_the_stream_and_the_process_in_order(tiny: Path) -> None:
     with process("--model", str(tiny), "--drain-s", "20") as (running, stub):
         make_ready(stub)
 

@@ -473,6 +473,15 @@ def test_a_deadline_ends_a_request_that_waits_and_one_that_runs() -> None:
     driver.run()
 
 
+def test_deadlines_of_ended_requests_do_not_pile_up_while_another_runs() -> None:
+    driver = CoreDriver(max_slots=1)
+    driver.submit(2, max_tokens=20, deadline_ns=50 * MS)
+    for i in range(1000):
+        driver.core.abort(driver.submit(2, deadline_ns=(60 + i) * MS))
+    assert len(driver.core._deadlines) < 100
+    assert driver.core.next_deadline_ns == 50 * MS
+
+
 def test_a_deadline_of_a_request_that_has_ended_does_nothing() -> None:
     driver = CoreDriver()
     key = driver.submit(2, max_tokens=1, deadline_ns=50 * MS)

@@ -79,7 +79,7 @@ async def test_sigterm_finishes_what_runs_refuses_what_is_new_and_ends(model: Pa
         assert stub.violations == []
 
 
-async def test_what_does_not_finish_within_the_drain_ends_unavailable(model: Path) -> None:
+async def test_G5_what_does_not_finish_within_the_drain_ends_unavailable(model: Path) -> None:
     async with (
         StubExecutor() as stub,
         Process(stub, model, "--drain-s", "0.3") as scheduler,

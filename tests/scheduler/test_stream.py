@@ -245,6 +245,17 @@ async def test_a_field_that_is_not_served_fails_its_request_alone(model: Path, f
         ({"prompt": []}, "at least 1 of each"),
         ({"max_tokens": 0}, "at least 1 of each"),
         ({"stop_ids": [512]}, "stop_ids: holds id 512"),
+        (
+            {"sampling": generation_pb2.Sampling(temperature=1000.0)},
+            "sampling.temperature: is 1000, not in [0, 100]",
+        ),
+        ({"sampling": generation_pb2.Sampling(top_k=-2)}, "sampling.top_k: is -2"),
+        ({"sampling": generation_pb2.Sampling(top_p=float("nan"))}, "sampling.top_p: is nan"),
+        (
+            {"sampling": generation_pb2.Sampling(logit_bias={512: 1.0})},
+            "sampling.logit_bias[512]: ids lie below",
+        ),
+        ({"sampling": generation_pb2.Sampling(logit_bias={5: float("nan")})}, "sampling.logit_bias[5]: is nan"),
         ({"min_tokens": 9}, "min_tokens: is 9, more than max_tokens 8"),
         ({"num_choices": 0}, "num_choices: is 0"),
         ({"prompt": [1] * 1020}, "prompt has 1020 tokens and max_tokens is 8, the context holds 1024"),

@@ -44,6 +44,9 @@ from services.scheduler.core.step import (
 )
 from services.scheduler.core.waiting import WaitingQueue
 
+_SPARE_DEADLINES = 64
+"""Below so many there is nothing to gain from clearing out."""
+
 
 class Scheduler:
     """Requests of one engine. Every method returns at once and leaves the books balanced."""
@@ -130,8 +133,15 @@ class Scheduler:
         self._requests[request.key] = request
         self._waiting.append(request)
         if submission.deadline_ns is not None:
-            heapq.heappush(self._deadlines, (submission.deadline_ns, request.key))
+            self._remember_deadline(submission.deadline_ns, request.key)
         return None
+
+    def _remember_deadline(self, deadline_ns: int, key: RequestKey) -> None:
+        heapq.heappush(self._deadlines, (deadline_ns, key))
+        # Entries outlive their requests; more than half of them gone, the rest is made a heap anew.
+        if len(self._deadlines) > 2 * len(self._requests) + _SPARE_DEADLINES:
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._requests]
+            heapq.heapify(self._deadlines)
 
     def _refusal(self, submission: Submission) -> Failure | None:
         key, limits = submission.key, self.limits

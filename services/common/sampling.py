@@ -1,0 +1,56 @@
+"""The ranges of Sampling's fields: one rule for the frontend, which tells the client, and for those behind it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Range:
+    """[low, high], or (low, high] where `open_low`; NaN lies in none."""
+
+    low: float
+    high: float
+    open_low: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        return (self.low < value if self.open_low else self.low <= value) and value <= self.high
+
+    def __str__(self) -> str:
+        return f"{'(' if self.open_low else '['}{self.low:g}, {self.high:g}]"
+
+
+RANGES = {
+    "temperature": Range(0, 100),
+    "top_k": Range(-1, math.inf),
+    "top_p": Range(0, 1, open_low=True),
+    "min_p": Range(0, 1),
+    "repetition_penalty": Range(0, 10, open_low=True),
+    "presence_penalty": Range(-2, 2),
+    "frequency_penalty": Range(-2, 2),
+}
+LOGIT_BIAS = Range(-100, 100)
+"""Or -inf."""
+
+
+def fault(
+    values: Mapping[str, float], logit_bias: Iterable[tuple[int, float]], vocab_size: int
+) -> tuple[str, str] | None:
+    """(field, what is wrong with it) of the first value out of its range; None where all are in it.
+
+    `values` holds fields of RANGES by name, those that are set.
+    """
+    for name, value in values.items():
+        if value not in RANGES[name]:
+            if name == "top_k":
+                return name, f"is {value}; -1 and 0 turn it off, else it is 1 or more"
+            return name, f"is {value:g}, not in {RANGES[name]}"
+    for token_id, bias in logit_bias:
+        field = f"logit_bias[{token_id}]"
+        if not 0 <= token_id < vocab_size:
+            return field, f"ids lie below the vocabulary size, {vocab_size}"
+        if bias not in LOGIT_BIAS and bias != -math.inf:
+            return field, f"is {bias:g}, not in {LOGIT_BIAS} or -inf"
+    return None
