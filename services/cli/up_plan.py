@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from services.cli.parts import config_type
 from services.cli.processes import Command
 from services.common.config import SERVICES, Resolved, ServiceConfig, resolve
 from services.common.errors import StartError
+from services.common.server import free_port
 
 STOP_MARGIN_S = 5.0
 """Over a service's own drain time, before it is killed."""
@@ -140,17 +140,13 @@ def _port(resolved: Resolved[ServiceConfig], *, keep: bool) -> int:
     """The port to use: the configured one where it was chosen (or is the frontend's), else a free one."""
     config = resolved.config
     wanted = config.port if keep or "port" in resolved.origin else 0
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((config.host, wanted))
-        except OSError as error:
-            raise StartError(
-                f"the {config.service} cannot listen on {config.host}:{wanted}: {error.strerror}; choose another with "
-                + ("--port" if keep else f"--{config.service}.port")
-            ) from error
-        return int(probe.getsockname()[1])
+    try:
+        return free_port(config.host, wanted)
+    except OSError as error:
+        raise StartError(
+            f"the {config.service} cannot listen on {config.host}:{wanted}: {error.strerror}; choose another with "
+            + ("--port" if keep else f"--{config.service}.port")
+        ) from error
 
 
 def _reachable(host: str) -> str:

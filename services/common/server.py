@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import socket
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -52,6 +53,14 @@ def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[st
     ]
 
 
+def free_port(host: str, port: int) -> int:
+    """A port that can be listened on now: `port`, or any where that is 0. Raises OSError where there is none."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
+        return int(probe.getsockname()[1])
+
+
 class Server:
     """One listener with health and reflection; servicers are added to `grpc` before `start`."""
 
@@ -59,6 +68,7 @@ class Server:
         self.grpc = grpc.aio.server(interceptors=[ErrorInterceptor()], options=server_options(max_message_bytes))
         self.health = Health()
         self.health.add_to(self.grpc)
+        self._host = host
         self._address = f"{host}:{port}" if ":" not in host else f"[{host}]:{port}"
         self.port = port
 
@@ -67,11 +77,13 @@ class Server:
         names = (*services, Health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.grpc)
         try:
+            free_port(self._host, self.port)  # says why not in one line; gRPC would write several
             self.port = self.grpc.add_insecure_port(self._address)
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "the port was taken a moment ago"
             raise StartError(
-                f"cannot listen on {self._address}: is the port in use? Choose another with --port"
-            ) from error
+                f"cannot listen on {self._address}: {reason}; choose another with --host and --port"
+            ) from None
         await self.grpc.start()
         await self.health.set_live(True)
 

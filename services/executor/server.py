@@ -88,7 +88,10 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             self._loading = _Loading(call, weights_hash, self._executor, self._steps)
         loading = self._loading
         if loading.call != call:
-            raise _precondition("OTHER_CONFIG", "another config is loaded already; restart the executor to change it")
+            raise _precondition(
+                "OTHER_CONFIG",
+                f"another config is loaded already ({loading.call.difference(call)}); restart the executor for yours",
+            )
         async for progress in loading.watch():
             yield pb.LoadResponse(
                 stage=progress.stage, done_bytes=progress.done_bytes, total_bytes=progress.total_bytes

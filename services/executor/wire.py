@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import grpc
 import numpy as np
@@ -77,6 +77,12 @@ class LoadCall:
     settings: Settings
     dtype: torch.dtype
     model: str = field(compare=False)
+
+    def difference(self, other: LoadCall) -> str:
+        """What `other` asks for that is not so here, for people."""
+        theirs = asdict(other.settings) | {"dtype": other.dtype}
+        ours = asdict(self.settings) | {"dtype": self.dtype}
+        return ", ".join(f"{key} is {ours[key]}, not {theirs[key]}" for key in ours if ours[key] != theirs[key])
 
 
 def load_call(request: pb.LoadRequest) -> LoadCall:

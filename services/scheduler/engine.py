@@ -21,7 +21,7 @@ from services.scheduler.core.request import Failure, FailureKind, RequestKey
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.step import InvariantError, ResultError, StepPlan, Updates
 from services.scheduler.executor_link import ExecutorFacts, ExecutorLink
-from services.scheduler.executor_run import ExecutorLostError, ExecutorRun
+from services.scheduler.executor_run import ExecutorLostError, ExecutorRun, ExecutorTakenError
 from services.scheduler.frontends import Frontends
 from services.scheduler.identity import Model
 from services.scheduler.outbox import Outbox
@@ -39,6 +39,10 @@ STUCK_S = 30.0
 """Nor does one whose step runs for so long."""
 
 _WAITING_LOG_INTERVAL_S = 5.0
+_NORMAL_WAIT_S = 30.0
+"""An executor takes so long to start; later than that, waiting for it is worth an alert."""
+
+_STAND_BY_INTERVAL_S = 1.0
 
 
 class Engine:
@@ -185,28 +189,44 @@ class Engine:
 
     async def run(self) -> NoReturn:
         """Connects, serves, and begins again when the executor is lost. Raises StartError when it can never serve."""
-        retry_s, told_s = FIRST_RETRY_S, 0.0
+        retry_s, told_s, since_s = FIRST_RETRY_S, 0.0, time.monotonic()
         while True:
             try:
                 run = await self._connect()
-                retry_s = FIRST_RETRY_S
+                retry_s, since_s = FIRST_RETRY_S, time.monotonic()
             except (ExecutorLostError, StartError) as error:
                 if isinstance(error, StartError) and self._core is None:
                     raise
-                if time.monotonic() - told_s >= _WAITING_LOG_INTERVAL_S:
-                    log.warning("waiting for the executor at %s: %s", self._link.address, error)
-                    told_s = time.monotonic()
+                now_s = time.monotonic()
+                if now_s - told_s >= _WAITING_LOG_INTERVAL_S:
+                    normal = isinstance(error, ExecutorLostError) and now_s - since_s < _NORMAL_WAIT_S
+                    level = logging.INFO if normal else logging.WARNING
+                    log.log(level, "waiting for the executor at %s: %s", self._link.address, error)
+                    told_s = now_s
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, LAST_RETRY_S)
                 continue
             try:
                 await self._serve(run, self.core)
+            except ExecutorTakenError as error:
+                self._lose(error)
+                await self._stand_by()
+                since_s = time.monotonic()
             except ExecutorLostError as error:
                 self._lose(error)
                 await asyncio.sleep(FIRST_RETRY_S)
+                since_s = time.monotonic()
             finally:
                 self._run = None
                 await run.close()
+
+    async def _stand_by(self) -> None:
+        """The newest scheduler has the executor; taking it back at once would leave both without."""
+        log.error("another scheduler drives the executor at %s; standing by until it leaves", self._link.address)
+        while True:
+            await asyncio.sleep(_STAND_BY_INTERVAL_S)
+            if not await self._link.is_driven():
+                return
 
     async def _connect(self) -> ExecutorRun:
         facts = await self._link.load()

@@ -8,16 +8,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from triptych.executor.v1 import executor_pb2, executor_pb2_grpc
 
 from services.common.contract import PROTOCOL_VERSION
 from services.common.errors import StartError
+from services.common.health import GENERATE
 from services.common.server import channel_options
 from services.scheduler.executor_run import ExecutorLostError, ExecutorRun
 
 log = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S = 5.0
+HEALTH_TIMEOUT_S = 5.0
 
 _PASSING = frozenset(
     {
@@ -91,6 +94,15 @@ class ExecutorLink:
             await run.close()
             raise
         return run
+
+    async def is_driven(self) -> bool:
+        """Whether a scheduler has a Run stream open there now: the executor's `generate` health says so."""
+        request = health_pb2.HealthCheckRequest(service=GENERATE)
+        try:
+            answer = await health_pb2_grpc.HealthStub(self._channel).Check(request, timeout=HEALTH_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            return False  # a dead one is driven by nobody; the next Load says what is wrong
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def close(self) -> None:
         """Closes the channel."""

@@ -25,6 +25,10 @@ class ExecutorLostError(Exception):
     """The executor's stream has ended, or must; the message says why."""
 
 
+class ExecutorTakenError(ExecutorLostError):
+    """Another scheduler has opened a higher epoch on the executor."""
+
+
 class ExecutorRun:
     """Plans down, results up. Once lost it stays lost: nothing of this epoch arrives after that."""
 
@@ -98,11 +102,11 @@ class ExecutorRun:
                 self.heard_s = time.monotonic()
                 self._handle(message)
             code, details = await self._call.code(), await self._call.details()
-            raise ExecutorLostError(f"its stream ended with {code.name}: {details or 'no details'}")
+            raise _ended(code, details)
         except ExecutorLostError as error:
             self._lose(error)
         except grpc.aio.AioRpcError as error:
-            self._lose(ExecutorLostError(f"its stream ended with {error.code().name}: {error.details()}"))
+            self._lose(_ended(error.code(), error.details()))
         except Exception as error:
             log.exception("reading the executor's stream failed")
             self._lose(ExecutorLostError(f"reading its stream failed: {error}"))
@@ -128,3 +132,8 @@ class ExecutorRun:
                 future.set_exception(error)
                 future.exception()  # seen: nobody may be waiting
         self._on_lost()
+
+
+def _ended(code: grpc.StatusCode, details: str | None) -> ExecutorLostError:
+    kind = ExecutorTakenError if code is grpc.StatusCode.ABORTED else ExecutorLostError
+    return kind(f"its stream ended with {code.name}: {details or 'no details'}")

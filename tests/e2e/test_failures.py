@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import grpc
 import pytest
 
 from tests.support.calls import Answer, by_ids, generate, greedy
-from tests.support.cluster import Cluster, health, running
+from tests.support.cluster import Cluster, free_port, health, running
 
 ENDLESS = by_ids([3, 4, 5, 6], greedy(max_tokens=1000, ignore_eos=True))
 
@@ -68,6 +69,34 @@ def test_G1_a_killed_scheduler_ends_streams_unavailable_and_a_new_one_serves(clu
     cluster.wait_generate(False, timeout_s=15)
     cluster.start_one("scheduler")
     cluster.wait_generate(True, timeout_s=60)
+    assert len(asyncio.run(one(cluster)).ids) == 4
+
+
+def test_a_second_scheduler_takes_the_executor_and_the_first_has_it_back_when_it_leaves(cluster: Cluster) -> None:
+    cluster.ports["spare"] = free_port()
+    cluster.start_one("scheduler", name="spare")
+    try:
+        cluster.wait_generate(False, timeout_s=30)
+        for _ in range(30):  # the newest keeps it: no epoch is taken back while it lives
+            assert health(cluster.ports["frontend"], "generate") == "NOT_SERVING"
+            time.sleep(0.1)
+        assert health(cluster.ports["spare"], "generate") == "SERVING"
+        assert cluster.log("scheduler").count("standing by until it leaves") == 1
+    finally:
+        cluster.kill("spare")
+        cluster.processes.pop("spare").wait(5)
+    cluster.wait_generate(True, timeout_s=30)
+    assert len(asyncio.run(one(cluster)).ids) == 4
+
+
+def test_a_frozen_executor_turns_generate_false_until_it_goes_on(cluster: Cluster) -> None:
+    cluster.kill("executor", signal.SIGSTOP)
+    try:
+        cluster.wait_generate(False, timeout_s=15)
+        assert health(cluster.ports["frontend"], "readiness") == "SERVING"
+    finally:
+        cluster.kill("executor", signal.SIGCONT)
+    cluster.wait_generate(True, timeout_s=30)
     assert len(asyncio.run(one(cluster)).ids) == 4
 
 

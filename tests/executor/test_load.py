@@ -63,6 +63,8 @@ async def test_the_same_config_again_is_answered_at_once_and_another_is_refused(
         for fields in ({"block_tokens": 32}, {"max_slots": 9}, {"context_tokens": 512}, {"max_step_tokens": 1}):
             code, details = await refused(rig.load(config=changed(rig, **fields)))
             assert code == grpc.StatusCode.FAILED_PRECONDITION and "another config" in details
+            ((key, value),) = fields.items()
+            assert f"{key} is " in details and f", not {value}" in details
 
 
 async def test_loads_at_the_same_time_share_one_load(tiny: Path) -> None:

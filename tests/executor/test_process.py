@@ -19,6 +19,7 @@ from triptych.executor.v1 import executor_pb2_grpc
 from services.executor.steps import HUNG_EXIT_STATUS
 from tests.executor.mini_scheduler import GREEDY, column
 from tests.support.checkpoints import tiny_llama
+from tests.support.cluster import health
 
 START_TIMEOUT_S = 90
 """Importing torch and transformers takes most of it, on a machine that does other things too."""
@@ -29,8 +30,8 @@ MAIN = (
 
 
 @contextlib.contextmanager
-def process(*flags: str) -> Iterator[tuple[subprocess.Popen[str], executor_pb2_grpc.ExecutorServiceStub]]:
-    """An executor on a free port and a stub of it."""
+def process(*flags: str) -> Iterator[tuple[subprocess.Popen[str], executor_pb2_grpc.ExecutorServiceStub, int]]:
+    """An executor, a stub of it, and its port."""
     command = [sys.executable, "-c", MAIN, "--port", "0", "--threads", "1", "--kv-memory-bytes", str(64 << 20), *flags]
     running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
     try:
@@ -39,7 +40,7 @@ def process(*flags: str) -> Iterator[tuple[subprocess.Popen[str], executor_pb2_g
             lines.append(running.stderr.readline())
             assert lines[-1], lines
         with grpc.insecure_channel(f"127.0.0.1:{found[1]}") as channel:
-            yield running, executor_pb2_grpc.ExecutorServiceStub(channel)
+            yield running, executor_pb2_grpc.ExecutorServiceStub(channel), int(found[1])
     finally:
         running.kill()
         running.wait()
@@ -69,7 +70,8 @@ def opening() -> pb.RunRequest:
 
 @pytest.mark.timeout(3 * START_TIMEOUT_S)
 def test_G5_sigterm_ends_the_stream_and_the_process_in_order(tiny: Path) -> None:
-    with process("--model", str(tiny), "--drain-s", "20") as (running, stub):
+    with process("--model", str(tiny), "--drain-s", "20") as (running, stub, port):
+        assert health(port, "readiness") == "SERVING"  # a scheduler must reach it before any weight is loaded
         make_ready(stub)
 
         def requests() -> Iterator[pb.RunRequest]:
@@ -95,7 +97,7 @@ def test_G5_sigterm_ends_the_stream_and_the_process_in_order(tiny: Path) -> None
 def test_a_step_past_its_deadline_ends_the_process(tmp_path: Path) -> None:
     """1,000 tokens through 8 layers of width 512 are 17 GFLOP: no core does them in a millisecond."""
     path = tiny_llama(tmp_path / "m", hidden_size=512, num_attention_heads=8, num_hidden_layers=8)
-    with process("--model", str(path)) as (running, stub):
+    with process("--model", str(path)) as (running, stub, _):
         make_ready(stub)
         events = stub.Run(iter([opening(), prefill(1000, deadline_ms=1)]), timeout=START_TIMEOUT_S)
         with pytest.raises(grpc.RpcError):

@@ -196,7 +196,6 @@ async def test_generate_is_serving_while_a_stream_is_open_and_well(tiny: Path) -
         await becomes("", True)
         await run.close()
         await becomes("", False)
-        assert rig.health.is_serving("readiness")
 
 
 async def test_liveness_ends_with_the_step_thread(tiny: Path) -> None:

@@ -142,7 +142,7 @@ async def test_an_executor_that_is_late_is_waited_for(model: Path, caplog: pytes
     stub = StubExecutor()
     async with stub:
         pass  # its port is free again
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         async with scheduler_for(stub, model, wait=False) as server, Frontend(server) as frontend:
             await until(lambda: len(frontend.heartbeats) >= 2)
             assert states(frontend) == [engine_pb2.ENGINE_STATE_LOADING]

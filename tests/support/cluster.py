@@ -49,15 +49,16 @@ class Cluster:
             self.start_one(name)
         self.wait_generate(True, timeout_s=120)
 
-    def start_one(self, name: str) -> None:
-        """Starts one service on its port."""
+    def start_one(self, service: str, *, name: str = "") -> None:
+        """Starts one service on its port, or on that of `name`, as which it is then known."""
+        name = name or service
         peers = {"scheduler": ("--executor", "executor"), "frontend": ("--engine", "scheduler")}
-        command = [sys.executable, "-m", "services.cli.main", name, "--model", str(self.model)]
+        command = [sys.executable, "-m", "services.cli.main", service, "--model", str(self.model)]
         command += ["--port", str(self.ports[name])]
-        if name in peers:
-            flag, peer = peers[name]
+        if service in peers:
+            flag, peer = peers[service]
             command += [flag, f"127.0.0.1:{self.ports[peer]}"]
-        command += self.flags.get(name, ())
+        command += self.flags.get(service, ())
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 command, stdout=log, stderr=log, env=os.environ | {"PYTHONPATH": "."}
