@@ -1,4 +1,4 @@
-"""Paged causal attention on the CPU: float32, grouped queries, any block size, any head size.
+"""Paged causal attention on the CPU: float32, grouped queries, any block size, any head size, windows, soft caps.
 
 The softmax is computed online over tiles of keys (Milakov and Gimelshein 2018, "Online normalizer calculation for
 softmax"; Dao et al. 2022, "FlashAttention"), keys and values are found through block tables (Kwon et al. 2023,
@@ -26,7 +26,7 @@ import numpy.typing as npt
 from numba import get_num_threads, njit, prange, set_num_threads
 
 float32 = _F32 = np.float32
-"""Type of `scale`: another would compile the kernel once more."""
+"""Type of `scale` and `cap`: another would compile the kernel once more."""
 _KEY_TILE = 64
 _QUERIES_AN_ITEM = 32
 """Query heads * tokens an item aims at: its scores, [32, 64] float32, and a tile of keys stay in a 32 KiB L1."""
@@ -51,7 +51,7 @@ def work_items(query_starts: Int64s, contexts: Int64s, heads: int, kv_heads: int
     """Cuts a step into items [n, 4] int64 (row, kv head, first query in the row, queries), balanced for `threads`.
 
     `query_starts` [rows + 1] and `contexts` [rows] as in `attend`. Threads get equal, contiguous runs of items, so
-    items are dealt to them longest first.
+    items are dealt to them longest first. All layers share a cut, so windows, which differ by layer, do not count.
     """
     counts = np.diff(query_starts)
     tile = max(1, _QUERIES_AN_ITEM // (heads // kv_heads))
@@ -143,24 +143,39 @@ def _exp2_row(row, count, shift, power_bits, powers):  # type: ignore[no-untyped
 
 
 @njit(**_OPTIONS)
-def _softmax_tile(scores, out, maxima, sums, start, count, first_position, group, power_bits, powers):  # type: ignore[no-untyped-def]
+def _cap_scores(scores, rows, count, cap):  # type: ignore[no-untyped-def]
+    """scores[:rows, :count] = cap * log2(e) * tanh(scores): soft caps (Gemma Team 2024, "Gemma 2", section 2)."""
+    for r in range(rows):
+        for t in range(count):
+            scores[r, t] = cap * _LOG2_E * np.tanh(scores[r, t])
+
+
+@njit(**_OPTIONS)
+def _softmax_tile(scores, out, maxima, sums, start, count, first_position, window, group, power_bits, powers):  # type: ignore[no-untyped-def]
     """Turns a tile of scores into weights relative to each query's running maximum, rescaling what came before.
 
-    Query r stands at position first_position + r // group and sees the tokens up to it.
+    Query r stands at position first_position + r // group and sees the `window` tokens up to it:
+
+        tile:   start | unseen ... | seen ... | unseen ... | start + count
+                       0        hidden     visible
     """
     for r in range(maxima.shape[0]):
-        visible = min(count, first_position + r // group + 1 - start)
-        if visible <= 0:
+        position = first_position + r // group
+        visible = min(count, position + 1 - start)
+        hidden = max(0, position + 1 - window - start)
+        if visible <= hidden:
             scores[r, :] = _F32(0)
             continue
-        top = max(maxima[r], _row_max(scores[r], visible))
+        scores[r, :hidden] = _F32(0)
+        seen = scores[r, hidden:]
+        top = max(maxima[r], _row_max(seen, visible - hidden))
         if top > maxima[r]:
             keep = np.exp2(maxima[r] - top)
             maxima[r] = top
             sums[r] *= keep
             for d in range(out.shape[1]):
                 out[r, d] *= keep
-        sums[r] += _exp2_row(scores[r], visible, top, power_bits, powers)
+        sums[r] += _exp2_row(seen, visible - hidden, top, power_bits, powers)
 
 
 @njit(**_OPTIONS)
@@ -216,7 +231,7 @@ def _add_to(out, r, d, a0, a1, a2, a3):  # type: ignore[no-untyped-def]
 
 
 @njit(**_OPTIONS)
-def _attend_item(q, keys, values, table, first_query, queries, first_position, kv_head, scale, out):  # type: ignore[no-untyped-def]
+def _attend_item(q, keys, values, table, first_query, queries, first_position, kv_head, scale, window, cap, out):  # type: ignore[no-untyped-def]
     """Attention of `queries` tokens, the first at row `first_query` of q and at `first_position`, for one kv head."""
     heads, head_dim = q.shape[1], q.shape[2]
     block_tokens = keys.shape[2]
@@ -231,15 +246,20 @@ def _attend_item(q, keys, values, table, first_query, queries, first_position, k
     sums = np.zeros(rows, np.float32)
     power_bits = np.empty(_KEY_TILE, np.int32)
     powers = power_bits.view(np.float32)
+    factor = scale / cap if cap > _F32(0) else scale * _LOG2_E
     for r in range(rows):
         source = q[first_query + r // group, kv_head * group + r % group]
         for d in range(head_dim):
-            local_q[r, d] = source[d] * (scale * _LOG2_E)
+            local_q[r, d] = source[d] * factor
     end = first_position + queries
-    for start in range(0, end, _KEY_TILE):
+    if window <= 0:
+        window = end
+    for start in range(max(0, first_position + 1 - window), end, _KEY_TILE):
         count = min(_KEY_TILE, end - start)
         _scores(local_q, keys, kv_head, table, block_tokens, start, count, scores)
-        _softmax_tile(scores, local_out, maxima, sums, start, count, first_position, group, power_bits, powers)
+        if cap > _F32(0):
+            _cap_scores(scores, rows, count, cap)
+        _softmax_tile(scores, local_out, maxima, sums, start, count, first_position, window, group, power_bits, powers)
         if rows >= _TRANSPOSE_FROM:
             _add_values_transposed(scores, values, kv_head, table, block_tokens, start, count, transposed, local_out)
         else:
@@ -267,14 +287,16 @@ def _write_kv(k, v, keys, values, tables, slots, query_starts, contexts):  # typ
 
 
 @njit(parallel=True, **_OPTIONS)
-def attend(q, k, v, keys, values, tables, slots, query_starts, contexts, items, scale, out):  # type: ignore[no-untyped-def]
-    """Writes the new tokens' keys and values into their blocks, then attends, causally, to all tokens of each row.
+def attend(q, k, v, keys, values, tables, slots, query_starts, contexts, items, scale, window, cap, out):  # type: ignore[no-untyped-def]
+    """Writes the new tokens' keys and values into their blocks, then attends, causally, to the tokens of each row.
 
     q [tokens, heads, head_dim] float32, k and v [tokens, kv_heads, head_dim] float32: the new tokens of all rows, one
     row after the other. keys and values [num_blocks, kv_heads, block_tokens, head_dim] float32, written. tables
     [slots, entries] int32, a block id a block of tokens; entries past a row's context are not read. slots [rows] int64:
     a row's line in `tables`. query_starts [rows + 1] int64: where a row's tokens begin. contexts [rows] int64: a row's
-    tokens, the new ones included. items [n, 4] int64 from `work_items`. scale: of the scores. out as q, written.
+    tokens, the new ones included. items [n, 4] int64 from `work_items`. scale: float32, of the scores. window: int, the
+    tokens a query sees, its own included; 0: all before it; tokens that no query of an item sees are not read. cap:
+    float32, a score s becomes cap * tanh(s / cap); 0: it stays. out as q, written.
     All C-contiguous. Nothing is checked here: the caller owns what the tables say. Offsets are 64-bit.
     """
     _write_kv(k, v, keys, values, tables, slots, query_starts, contexts)
@@ -291,5 +313,7 @@ def attend(q, k, v, keys, values, tables, slots, query_starts, contexts, items, 
             computed + first,
             kv_head,
             scale,
+            window,
+            cap,
             out,
         )

@@ -28,13 +28,13 @@ class Step:
     query_starts: np.ndarray
     contexts: np.ndarray
 
-    def attend(self, threads: int = 1) -> np.ndarray:
+    def attend(self, threads: int = 1, *, window: int = 0, cap: float = 0.0) -> np.ndarray:
         out = np.full_like(self.q, np.nan)
         heads, kv_heads = self.q.shape[1], self.k.shape[1]
         items = paged_attention.work_items(self.query_starts, self.contexts, heads, kv_heads, threads)
         scale = paged_attention.float32(self.q.shape[2] ** -0.5)
         arguments = (self.keys, self.values, self.tables, self.slots, self.query_starts, self.contexts, items)
-        paged_attention.attend(self.q, self.k, self.v, *arguments, scale, out)
+        paged_attention.attend(self.q, self.k, self.v, *arguments, scale, window, paged_attention.float32(cap), out)
         return out
 
 
@@ -80,18 +80,22 @@ def make(
     return Step(q, new_k, new_v, keys, values, tables, slots, starts, contexts), whole
 
 
-def reference(step: Step, whole: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
-    """softmax(q k / sqrt(d)) v in float64, query by query."""
+def reference(
+    step: Step, whole: list[tuple[np.ndarray, np.ndarray]], *, window: int = 0, cap: float = 0.0
+) -> np.ndarray:
+    """softmax(q k / sqrt(d)) v in float64, query by query, over the last `window` tokens, scores bent by `cap`."""
     out = np.empty(step.q.shape)
     group = step.q.shape[1] // step.k.shape[1]
     for row, (k, v) in enumerate(whole):
         begin, end = step.query_starts[row : row + 2]
         for i in range(begin, end):
-            seen = step.contexts[row] - (end - begin) + (i - begin) + 1
+            last = step.contexts[row] - (end - begin) + (i - begin) + 1
+            seen = slice(max(0, last - window) if window else 0, last)
             for h in range(step.q.shape[1]):
-                scores = k[:seen, h // group].astype(np.float64) @ step.q[i, h] / np.sqrt(step.q.shape[2])
+                scores = k[seen, h // group].astype(np.float64) @ step.q[i, h] / np.sqrt(step.q.shape[2])
+                scores = cap * np.tanh(scores / cap) if cap else scores
                 weights = np.exp(scores - scores.max())
-                out[i, h] = weights @ v[:seen, h // group] / weights.sum()
+                out[i, h] = weights @ v[seen, h // group] / weights.sum()
     return out
 
 
@@ -121,6 +125,60 @@ def test_any_number_of_query_heads_a_kv_head(group: int) -> None:
 @pytest.mark.parametrize("head_dim", [1, 2, 8, 13, 30, 64, 80, 128])
 def test_any_head_size(head_dim: int) -> None:
     check([(20, 1), (0, 40), (70, 3)], head_dim=head_dim)
+
+
+EDGES = [(0, 1), (0, 130), (30, 1), (63, 2), (64, 1), (64, 64), (65, 1), (100, 70), (200, 1), (3, 5)]
+"""Rows around the edges of blocks, of key tiles of 64 and of the windows below."""
+
+
+@pytest.mark.parametrize("block_tokens", [1, 16])
+@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 63, 64, 65, 100, 1000])
+def test_a_window_lets_a_query_see_the_last_tokens_alone(window: int, block_tokens: int) -> None:
+    step, whole = make(EDGES, block_tokens=block_tokens)
+    expected = reference(step, whole, window=window)
+    np.testing.assert_allclose(step.attend(window=window), expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("heads", [2, 6, 34])
+@pytest.mark.parametrize("window", [1, 20, 64])
+def test_a_window_with_any_number_of_query_heads_a_kv_head(window: int, heads: int) -> None:
+    step, whole = make(EDGES, heads=heads)
+    expected = reference(step, whole, window=window)
+    np.testing.assert_allclose(step.attend(2, window=window), expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("new", [1, 40])
+def test_tokens_before_the_window_of_every_query_are_not_read(new: int) -> None:
+    step, whole = make([(100, new)])
+    expected = reference(step, whole, window=10)
+    table = step.tables[step.slots[0]]
+    for token in range(100 + 1 - 10):
+        step.keys[table[token // 16], :, token % 16] = step.values[table[token // 16], :, token % 16] = np.nan
+    table[: (100 + 1 - 10) // 16] = -1
+    # One item would reach from the first query's window on; 40 queries are several, and each starts at its own.
+    np.testing.assert_allclose(step.attend(window=10), expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("spread", [1.0, 60.0])
+@pytest.mark.parametrize("cap", [0.5, 20.0, 50.0])
+def test_a_soft_cap_bends_scores_by_tanh(cap: float, spread: float) -> None:
+    """Scores of some +-7, and of some +-400, where every cap bites."""
+    step, whole = make(EDGES)
+    step.q *= spread
+    expected = reference(step, whole, cap=cap)
+    assert np.abs(expected - reference(step, whole)).max() > (1e-3 if spread == 1.0 else 1e-2)
+    np.testing.assert_allclose(step.attend(cap=cap), expected, atol=TOLERANCE if spread == 1.0 else 1e-4)
+
+
+def test_a_window_and_a_soft_cap_in_one_layer() -> None:
+    step, whole = make(EDGES)
+    expected = reference(step, whole, window=33, cap=2.0)
+    np.testing.assert_allclose(step.attend(window=33, cap=2.0), expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_a_window_as_long_as_the_row_changes_no_bit() -> None:
+    step, _ = make(EDGES)
+    np.testing.assert_array_equal(step.attend(window=10_000), step.attend())
 
 
 def test_prefill_and_decode_rows_in_one_step_with_more_threads_than_items() -> None:

@@ -19,6 +19,21 @@ class Needs:
     kv_heads: int
     head_dim: int
     block_tokens: int
+    windows: bool = False
+    """Layers whose tokens see a limited number of tokens before them."""
+    soft_caps: bool = False
+    """Layers that bend their scores by a tanh."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How a layer makes attention scores out of queries and keys."""
+
+    scale: float
+    window_tokens: int | None = None
+    """Tokens a query sees, its own included; None: all before it."""
+    soft_cap: float | None = None
+    """A score s becomes soft_cap * tanh(s / soft_cap); None: it stays."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +70,7 @@ class AttentionStep:
 
 
 class AttentionBackend(Protocol):
-    """Writes new keys and values into blocks and attends to all of a row's tokens, causally."""
+    """Writes new keys and values into blocks and attends to a row's tokens, causally."""
 
     name: str
 
@@ -73,7 +88,7 @@ class AttentionBackend(Protocol):
         keys: torch.Tensor,
         values: torch.Tensor,
         shape: StepShape,
-        scale: float,
+        scores: Scores,
     ) -> torch.Tensor:
         """query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim] -> like query.
 

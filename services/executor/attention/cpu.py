@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from kernels.cpu import paged_attention
-from services.executor.attention.contract import Needs, StepShape
+from services.executor.attention.contract import Needs, Scores, StepShape
 
 _LIBRARY = torch.library.Library("triptych", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(  # type: ignore[no-untyped-call]
     "paged_attention_cpu(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor tables,"
-    " Tensor slots, Tensor query_starts, Tensor contexts, Tensor items, float scale) -> Tensor"
+    " Tensor slots, Tensor query_starts, Tensor contexts, Tensor items, float scale,"
+    " int window, float cap) -> Tensor"
 )
 
 
@@ -26,6 +27,8 @@ def _run(
     contexts: torch.Tensor,
     items: torch.Tensor,
     scale: float,
+    window: int,
+    cap: float,
 ) -> torch.Tensor:
     out = torch.empty(query.shape, dtype=query.dtype)
     paged_attention.attend(
@@ -40,6 +43,8 @@ def _run(
         contexts.numpy(),
         items.numpy(),
         paged_attention.float32(scale),
+        window,
+        paged_attention.float32(cap),
         out.numpy(),
     )
     return out
@@ -54,7 +59,7 @@ torch.library.register_fake("triptych::paged_attention_cpu", _shape_only, lib=_L
 
 
 class CpuBackend:
-    """float32 on any CPU; any head size, block size and whole number of query heads a kv head."""
+    """float32 on any CPU; any head size, block size, window, soft cap and whole number of query heads a kv head."""
 
     name = "cpu-numba"
 
@@ -84,7 +89,7 @@ class CpuBackend:
         keys: torch.Tensor,
         values: torch.Tensor,
         shape: StepShape,
-        scale: float,
+        scores: Scores,
     ) -> torch.Tensor:
         out: torch.Tensor = torch.ops.triptych.paged_attention_cpu(
             query,
@@ -97,6 +102,8 @@ class CpuBackend:
             shape.query_starts,
             shape.contexts,
             shape.items,
-            scale,
+            scores.scale,
+            scores.window_tokens or 0,
+            scores.soft_cap or 0.0,
         )
         return out

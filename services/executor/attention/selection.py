@@ -9,7 +9,7 @@ import torch
 from transformers import AttentionInterface
 
 from services.common.errors import StartError
-from services.executor.attention.contract import AttentionBackend, AttentionStep, Needs
+from services.executor.attention.contract import AttentionBackend, AttentionStep, Needs, Scores
 from services.executor.attention.cpu import CpuBackend
 
 BACKENDS: tuple[AttentionBackend, ...] = (CpuBackend(),)
@@ -17,6 +17,9 @@ BACKENDS: tuple[AttentionBackend, ...] = (CpuBackend(),)
 
 IMPLEMENTATION = "triptych"
 """attn_implementation of every model served."""
+
+_WITHOUT_EFFECT = frozenset({"dropout", "output_router_logits", "position_ids", "use_cache"})
+"""What else models pass on: nothing is dropped out, and positions are in queries and keys already."""
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +45,17 @@ def _attend(
     *,
     scaling: float,
     attention_step: AttentionStep,
-    **_: Any,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls a layer: query [1, heads, tokens, head_dim] -> [1, tokens, heads, head_dim]."""
+    """What transformers calls a layer: query [1, heads, tokens, head_dim] -> [1, tokens, heads, head_dim].
+
+    `sliding_window` and `softcap` are the layer's own. Raises NotImplementedError for anything else that would change
+    what is computed, so that no model is served wrongly.
+    """
+    if unknown := sorted(name for name in others.keys() - _WITHOUT_EFFECT if others[name] is not None):
+        raise NotImplementedError(f"{type(module).__name__} passes {', '.join(unknown)} to attention; not served")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     out = attention_step.backend.attend(
         query[0].transpose(0, 1),
@@ -53,7 +64,7 @@ def _attend(
         attention_step.cache.keys[layer],
         attention_step.cache.values[layer],
         attention_step.shape,
-        scaling,
+        Scores(scaling, sliding_window, softcap),
     )
     return out[None], None
 
