@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -14,13 +15,13 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from services.common.errors import StartError
-from services.executor import architecture, memory
+from services.executor import architecture, conversion, memory
 from services.executor.attention.selection import IMPLEMENTATION
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_RECOMPUTED = ".rotary_emb.inv_freq"
-"""Old checkpoints hold these; they follow from the config."""
+_HEAD = "lm_head.weight"
+"""The output matrix, in every family served; with tied embeddings a file may lack it."""
 _LISTED = 8
 """Names an error lists before it counts the rest."""
 
@@ -59,8 +60,8 @@ def load(path: Path, dtype: torch.dtype, report: Report) -> Checkpoint:
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="hash") as pool:
         hashing = pool.submit(weights_hash, files)
         model = _skeleton(config, dtype)
-        _check_names(path, model, where, tied=config.tie_word_embeddings)
-        _assign(path, model, where, dtype, report)
+        recipes = _recipes(path, model, where)
+        _assign(path, model, recipes, where, dtype, report)
         total = sum(file.stat().st_size for file in files)
         report(Progress("hashing", 0, total))
         digest = hashing.result()
@@ -107,37 +108,54 @@ def _open(file: Path) -> safe_open:
 
 
 def _skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with parameters on the meta device and its rotary tables, which no file holds, on the CPU."""
+    """The model with parameters on the meta device and its buffers, which no file holds, on the CPU."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=IMPLEMENTATION)
-    for name, module in list(model.named_modules()):
-        if "inv_freq" in dict(module.named_buffers(recurse=False)):
-            model.set_submodule(name, type(module)(config))
-    if left := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
-        raise StartError(f"this model computes buffers that are not served yet: {_enumerate(left)}")
+    for module in model.modules():
+        _compute_buffers(model, module)
     model.eval().requires_grad_(False)
     return model
 
 
-def _check_names(path: Path, model: PreTrainedModel, where: dict[str, Path], *, tied: bool) -> None:
-    expected = set(model.state_dict())
-    optional = {"lm_head.weight"} if tied else set()
-    present = {name for name in where if not name.endswith(_RECOMPUTED)}
-    missing, unexpected = sorted(expected - present - optional), sorted(present - expected - optional)
+def _compute_buffers(model: PreTrainedModel, module: torch.nn.Module) -> None:
+    """Lets transformers fill a module's own buffers (rotary frequencies, scales), which follow from the config."""
+    names = [name for name, _ in module.named_buffers(recurse=False)]
+    for name in names:
+        buffer = module.get_buffer(name)
+        setattr(module, name, torch.full(buffer.shape, torch.nan, dtype=buffer.dtype, device="cpu"))
+    if names:
+        model._init_weights(module)
+    if left := [name for name in names if module.get_buffer(name).isnan().any()]:
+        raise StartError(f"{type(module).__name__} computes buffers that are not served yet: {_enumerate(left)}")
+
+
+def _recipes(path: Path, model: PreTrainedModel, where: dict[str, Path]) -> dict[str, conversion.Recipe]:
+    """How each tensor of the model is made. Raises StartError listing what is missing or has no place."""
+    recipes, unexpected = conversion.plan(model, where.keys())
+    optional = {_HEAD} if model.config.tie_word_embeddings else set()
+    missing = sorted(set(model.state_dict()) - recipes.keys() - optional)
     problems = []
     if missing:
         problems.append(f"missing: {_enumerate(missing)}")
     if unexpected:
-        problems.append(f"unexpected: {_enumerate(unexpected)}")
+        problems.append(f"unexpected: {_enumerate(sorted(unexpected))}")
     if problems:
         raise StartError(f"the weights of {path} are not those of its config.json; {'; '.join(problems)}")
+    return recipes
 
 
-def _assign(path: Path, model: PreTrainedModel, where: dict[str, Path], dtype: torch.dtype, report: Report) -> None:
-    """Replaces the meta parameters, one file after another through its memory map, converted to `dtype`."""
+def _assign(
+    path: Path,
+    model: PreTrainedModel,
+    recipes: dict[str, conversion.Recipe],
+    where: dict[str, Path],
+    dtype: torch.dtype,
+    report: Report,
+) -> None:
+    """Replaces the meta parameters, one after another through the files' memory maps, converted to `dtype`."""
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     tied = model.config.tie_word_embeddings
-    total = sum(shape.numel() for name, shape in shapes.items() if not (tied and name == "lm_head.weight"))
+    total = sum(shape.numel() for name, shape in shapes.items() if not (tied and name == _HEAD))
     total *= dtype.itemsize
     if total > (available := memory.available_bytes()):
         raise StartError(
@@ -147,28 +165,40 @@ def _assign(path: Path, model: PreTrainedModel, where: dict[str, Path], dtype: t
     state: dict[str, torch.Tensor] = {}
     done, wrong = 0, []
     head: torch.Tensor | None = None
-    for file in sorted(set(where.values())):
-        with _open(file) as tensors:
-            held = set(tensors.keys())
-            for name in (name for name, of in where.items() if of == file and name in shapes):
-                if name not in held:
-                    raise StartError(f"{file} lacks {name}, which {INDEX_FILE} places there")
-                stored = tensors.get_tensor(name)
-                if stored.shape != shapes[name]:
-                    wrong.append(f"{name} {list(stored.shape)} instead of {list(shapes[name])}")
-                elif tied and name == "lm_head.weight":
-                    head = stored.to(dtype)
-                else:
-                    # A copy even without conversion: aligned, and safe when the file is replaced while it is served.
-                    state[name] = stored.to(dtype, copy=True)
-                    done += state[name].nbytes
-                    report(Progress("weights", done, total))
+    with contextlib.ExitStack() as open_files:
+        fetch = _fetcher(where, open_files)
+        for name in sorted(recipes, key=lambda name: where[recipes[name].sources[0]]):
+            stored = recipes[name].make(model, fetch)
+            if stored.shape != shapes[name]:
+                wrong.append(f"{name} {list(stored.shape)} instead of {list(shapes[name])}")
+            elif tied and name == _HEAD:
+                head = stored.to(dtype)
+            else:
+                # A copy even without conversion: aligned, and safe when the file is replaced while it is served.
+                state[name] = stored.to(dtype, copy=True)
+                done += state[name].nbytes
+                report(Progress("weights", done, total))
     if wrong:
         raise StartError(f"the weights of {path} are not those of its config.json; shapes: {_enumerate(wrong)}")
     model.load_state_dict(state, strict=False, assign=True)
     if tied:
         _tie(path, model, head)
     model.requires_grad_(False)
+
+
+def _fetcher(where: dict[str, Path], open_files: contextlib.ExitStack) -> conversion.Fetch:
+    """A function from a tensor's name to the tensor, mapped from its file; files stay open as long as `open_files`."""
+    files = {file: open_files.enter_context(_open(file)) for file in set(where.values())}
+    held = {file: set(tensors.keys()) for file, tensors in files.items()}
+
+    def fetch(name: str) -> torch.Tensor:
+        file = where[name]
+        if name not in held[file]:
+            raise StartError(f"{file} lacks {name}, which {INDEX_FILE} places there")
+        tensor: torch.Tensor = files[file].get_tensor(name)
+        return tensor
+
+    return fetch
 
 
 def _tie(path: Path, model: PreTrainedModel, head: torch.Tensor | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from services.common.errors import StartError
-from services.executor import loader
+from services.executor import architecture, loader
+from tests.executor.forward import logits
 from tests.executor.mini_scheduler import MiniScheduler, Request, RunStream, serve
-from tests.support.checkpoints import check_same_ids, reference_ids, tiny_llama
+from tests.support.checkpoints import check_same_ids, float64_logits, reference_ids, tiny_llama, tiny_model
 
 NEW_TOKENS = 12
 BLOCKS = 40
@@ -99,6 +101,17 @@ async def test_X6_the_configs_head_dim_wins_over_hidden_size_by_heads(tmp_path: 
     await check_serves(path)
 
 
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 24), (3, 1, 32), (6, 2, 8)])
+def test_X6_logits_are_the_references_whatever_the_heads(
+    tmp_path: Path, model_type: str, heads: int, kv_heads: int, head_dim: int
+) -> None:
+    figures = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    path = tiny_model(tmp_path, model_type, hidden_size=16 * heads, **figures)
+    prompt = np.random.default_rng(3).integers(3, 512, 40).tolist()
+    np.testing.assert_allclose(logits(path, prompt), float64_logits(path, prompt), atol=1e-3)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 1), (4, 4), (8, 1), (7, 7)])
 async def test_X6_any_whole_number_of_query_heads_a_kv_head(tmp_path: Path, heads: int, kv_heads: int) -> None:
     heads_alone = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
@@ -109,6 +122,14 @@ def test_X6_query_heads_that_do_not_divide_are_refused(tmp_path: Path) -> None:
     path = tiny_llama(tmp_path / "m", config={"num_attention_heads": 8, "num_key_value_heads": 3})
     with pytest.raises(StartError, match="8 query heads on 3 kv heads"):
         load(path)
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "mixtral", "phi", "qwen2", "qwen3_moe"])
+def test_X6_three_query_heads_on_two_kv_heads_are_refused_in_every_family(tmp_path: Path, model_type: str) -> None:
+    config = {"model_type": model_type, "num_attention_heads": 3, "num_key_value_heads": 2, "hidden_size": 96}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(StartError, match="3 query heads on 2 kv heads"):
+        architecture.read(tmp_path)
 
 
 def test_X6_a_hidden_size_that_heads_do_not_divide_is_refused_in_one_line(tmp_path: Path) -> None:

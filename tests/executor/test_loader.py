@@ -8,17 +8,33 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import AttentionInterface, AutoConfig
 
 from services.common.errors import StartError
 from services.executor import architecture, loader, memory
+from services.executor.attention import selection
 from services.executor.attention.contract import Needs
+from services.executor.attention.cpu import CpuBackend
 from services.executor.attention.selection import select
-from tests.support.checkpoints import tiny_llama
+from services.executor.executor import Executor
+from services.executor.plan import Settings
+from tests.support.checkpoints import tiny_llama, tiny_model
 
 
 def load(path: Path) -> loader.Checkpoint:
     return loader.load(path, torch.float32, lambda progress: None)
+
+
+EXPERTS = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 2},
+}
+PARTS = {
+    "mixtral": ("model.layers.0.block_sparse_moe.experts.0.", "w1.weight", "w3.weight"),
+    "qwen3_moe": ("model.layers.0.mlp.experts.0.", "gate_proj.weight", "up_proj.weight"),
+}
+"""Names in published files: an expert's, and those of its gate and its up projection."""
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -54,6 +70,7 @@ def test_nothing_is_left_on_the_meta_device_and_nothing_wants_gradients(tiny: Pa
             "original_max_position_embeddings": 128,
             "rope_theta": 10_000.0,
         },
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 10_000.0},
     ],
 )
 def test_rotary_frequencies_are_those_of_transformers(tmp_path: Path, rope: dict[str, Any]) -> None:
@@ -83,8 +100,17 @@ def test_progress_reaches_the_total(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2'; served now: llama"),
-        ({"model_type": "mamba"}, "model_type 'mamba'"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2': that family is not among those tested; served now: gemma2, "),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0"),
+        ({"model_type": "gemma2", "attn_logit_softcapping": 0.0}, "attn_logit_softcapping is 0.0"),
+        (
+            {
+                "model_type": "gemma3_text",
+                "rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}},
+            },
+            "rope_type 'dynamic'",
+        ),
         ({"model_type": "no such model"}, "cannot read"),
         ({"model_type": "own", "auto_map": {"AutoConfig": "code.Config"}}, "cannot read"),
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantization_config"),
@@ -99,6 +125,85 @@ def test_models_that_are_not_served_are_refused_with_the_reason(
     with pytest.raises(StartError) as error:
         load(path)
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "said"),
+    [
+        ("t5", "encoder-decoder"),
+        ("whisper", "encoder-decoder"),
+        ("mamba", "its linear_attention layers keep a state"),
+        ("jamba", "its linear_attention layers keep a state"),
+        ("qwen3_next", "its linear_attention layers keep a state"),
+        ("rwkv", "a recurrent state"),
+        ("lfm2", "a recurrent state"),
+        ("deepseek_v3", "MLA"),
+        ("gpt_oss", "sinks"),
+        ("gemma3", "more than text"),
+        ("qwen2_vl", "more than text"),
+        ("bert", "not among those tested"),
+    ],
+)
+def test_kinds_of_models_that_are_not_served_are_refused_with_the_reason(
+    tmp_path: Path, model_type: str, said: str
+) -> None:
+    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    with pytest.raises(StartError, match=f"of model_type '{model_type}': .*{said}.*; served now: gemma2, "):
+        architecture.read(tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
+def test_experts_in_files_one_by_one_become_the_models_fused_tensors(tmp_path: Path, model_type: str) -> None:
+    path = tiny_model(tmp_path, model_type, **EXPERTS[model_type])
+    stored = load_file(path / "model.safetensors")
+    first, gate, up = PARTS[model_type]
+    assert first + gate in stored and not any("gate_up_proj" in name for name in stored)
+    fused = load(path).model.state_dict()["model.layers.1.mlp.experts.gate_up_proj"]
+    for i in range(4):
+        expert = first.replace("layers.0", "layers.1").replace("experts.0", f"experts.{i}")
+        assert torch.equal(fused[i], torch.cat([stored[expert + gate], stored[expert + up]]))
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("part", [1, 2])
+def test_an_expert_without_one_of_its_tensors_is_refused_by_name(tmp_path: Path, model_type: str, part: int) -> None:
+    path = tiny_model(tmp_path, model_type, **EXPERTS[model_type])
+    stored = load_file(path / "model.safetensors")
+    del stored[PARTS[model_type][0] + PARTS[model_type][part]]
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(StartError, match=r"model\.layers\.0\.mlp\.experts\.gate_up_proj cannot be made of 7 tensors"):
+        load(path)
+
+
+def test_a_whole_expert_that_is_missing_is_a_shape_that_is_refused(tmp_path: Path) -> None:
+    path = tiny_model(tmp_path, "mixtral", **EXPERTS["mixtral"])
+    stored = load_file(path / "model.safetensors")
+    kept = {name: tensor for name, tensor in stored.items() if "layers.0.block_sparse_moe.experts.2" not in name}
+    assert len(kept) == len(stored) - 3
+    save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(StartError, match=r"gate_up_proj \[3, 256, 64\] instead of \[4, 256, 64\]"):
+        load(path)
+
+
+def test_a_tensor_under_two_names_is_refused(tmp_path: Path) -> None:
+    path = tiny_llama(tmp_path / "m", extra={"norm.weight": torch.zeros(64)})
+    with pytest.raises(StartError, match=r"the weights hold model\.norm\.weight more than once: "):
+        load(path)
+
+
+def test_masks_in_old_gpt_neox_checkpoints_are_passed_over_and_nothing_else(tmp_path: Path) -> None:
+    path = tiny_model(tmp_path, "gpt_neox", num_key_value_heads=None)
+    stored = load_file(path / "model.safetensors")
+    old = {
+        "gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool),
+        "gpt_neox.layers.0.attention.masked_bias": torch.tensor(-1e9),
+        "gpt_neox.layers.0.attention.rotary_emb.inv_freq": torch.zeros(2),
+    }
+    save_file(stored | old, path / "model.safetensors", metadata={"format": "pt"})
+    load(path)
+    save_file(stored | {"gpt_neox.layers.0.extra": torch.zeros(2)}, path / "model.safetensors")
+    with pytest.raises(StartError, match=r"unexpected: gpt_neox\.layers\.0\.extra$"):
+        load(path)
 
 
 def test_a_config_that_is_not_json_is_refused(tmp_path: Path) -> None:
@@ -186,3 +291,45 @@ def test_a_model_that_no_attention_backend_serves_is_refused_with_every_reason(
     assert select(Needs(**needs)).name == "cpu-numba"
     with pytest.raises(StartError, match=said):
         select(Needs(**(needs | changes)))
+
+
+class _NoWindows(CpuBackend):
+    """A backend that serves neither windows nor soft caps."""
+
+    name = "plain"
+
+    def refusals(self, needs: Needs) -> list[str]:
+        reasons = ["no sliding windows"] if needs.windows else []
+        return [*reasons, *(["no soft caps"] if needs.soft_caps else [])]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "said"),
+    [
+        ("gemma2", {}, "plain: no sliding windows, no soft caps"),
+        ("gemma3_text", {}, "plain: no sliding windows$"),
+        ("mistral", {"sliding_window": 20}, "plain: no sliding windows$"),
+        ("mistral", {"sliding_window": None}, None),
+        ("qwen2", {"sliding_window": 20, "use_sliding_window": False}, None),
+    ],
+)
+def test_windows_and_soft_caps_are_asked_of_the_backend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str, settings: dict[str, Any], said: str | None
+) -> None:
+    path = tiny_model(tmp_path, model_type, num_hidden_layers=2, **settings)
+    monkeypatch.setattr(selection, "BACKENDS", (_NoWindows(),))
+    executor = Executor(path, threads=1, kv_memory_bytes=1 << 20)
+    asked = Settings(context_tokens=64, block_tokens=16, max_slots=2, max_step_tokens=16)
+    if said is None:
+        executor.load(asked, torch.float32, "", lambda progress: None)
+        return
+    with pytest.raises(StartError, match=said):
+        executor.load(asked, torch.float32, "", lambda progress: None)
+
+
+def test_what_a_layer_passes_to_attention_and_is_not_known_is_refused() -> None:
+    heads = torch.zeros(1, 1, 1, 4)
+    with pytest.raises(NotImplementedError, match="Linear passes s_aux to attention"):
+        AttentionInterface()[selection.IMPLEMENTATION](
+            torch.nn.Linear(1, 1), heads, heads, heads, None, scaling=1.0, attention_step=None, s_aux=torch.zeros(1)
+        )

@@ -129,6 +129,41 @@ def tiny_llama(
     return path
 
 
+def tiny_model(path: Path, model_type: str, *, seed: int = 0, dtype: str = "float32", **settings: Any) -> Path:
+    """Writes a random checkpoint folder of any family, saved by transformers under the names it publishes.
+
+    Four layers, 64 wide; `settings` are laid over those below. Weights are wide, and vectors (norms, biases), which
+    transformers starts at 0 or 1, are random too: one that is not read would show.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tiny = {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": False,
+        "bos_token_id": BOS_ID,
+        "eos_token_id": EOS_ID,
+        "pad_token_id": PAD_ID,
+        "initializer_range": 0.3,
+    }
+    config = AutoConfig.for_model(model_type, **(tiny | settings))
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    tiny_tokenizer(path)
+    model.save_pretrained(path)
+    return path
+
+
 def _save_weights(path: Path, tensors: dict[str, torch.Tensor], shards: int) -> None:
     from safetensors.torch import save_file
 
@@ -160,7 +195,9 @@ def _model(path: Path, dtype: str) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
+    # Of the ways to multiply experts, only the plain one knows float64.
+    experts = {"experts_implementation": "eager"} if dtype == "float64" else {}
+    return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), **experts).eval()
 
 
 @functools.lru_cache(maxsize=64)
