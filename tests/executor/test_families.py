@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.executor.forward import logits
 from tests.executor.mini_scheduler import MiniScheduler, Request, RunStream, serve
 from tests.support.checkpoints import check_same_ids, float64_logits, reference_ids, tiny_model
 
+README = Path(__file__).parents[2] / "README.md"
 LENGTHS = (1, 3, 17, 40, 100)
 WINDOW = 20
 """Shorter than the longer prompts, and no multiple of a block."""
@@ -114,5 +116,7 @@ def test_logits_of_tied_embeddings(tmp_path: Path, name: str) -> None:
     np.testing.assert_allclose(logits(path, prompt), float64_logits(path, prompt), atol=1e-3)
 
 
-def test_every_family_named_as_served_is_tested_here() -> None:
+def test_every_family_named_as_served_is_tested_here_and_told_in_the_readme() -> None:
     assert {model_type for model_type, _ in FAMILIES.values()} == architecture.MODEL_TYPES
+    (told,) = re.findall(r"its `model_type` in\s+`config.json` is (.*?), whose ids", README.read_text(), re.DOTALL)
+    assert set(re.findall(r"`(\w+)`", told)) == architecture.MODEL_TYPES
