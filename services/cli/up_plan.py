@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,12 +33,17 @@ class Plan:
     models: tuple[str, ...]
     served_name: str
     prompt: str | None
+    ready_json: bool
+    """Whether a program reads standard output: one JSON line there, once a token can be made."""
+    parent_pid: int | None
+    """The process that this one must not outlive; None: none."""
 
 
 def read(argv: Sequence[str]) -> Plan:
     """Raises StartError in one line; exits after --help and --print-config."""
     own, passed = _split(argv)
     options = _parser().parse_args(own)
+    _refuse_together(options)
     flags = {name: [*_common(options), *_of_frontend(options, name), *passed[name]] for name in SERVICES}
     resolved = {name: resolve(config_type(name), flags[name]) for name in SERVICES}
     for name, (flag, _) in _PEERS.items():
@@ -56,7 +62,8 @@ def read(argv: Sequence[str]) -> Plan:
         name: Command(name, tuple(flags[name]), resolved[name].config.drain_s + STOP_MARGIN_S) for name in SERVICES
     }
     models = tuple(dict.fromkeys(resolved[name].config.model for name in SERVICES))
-    return Plan(commands, addresses, models, _served_name(resolved["frontend"]), options.prompt)
+    name = _served_name(resolved["frontend"])
+    return Plan(commands, addresses, models, name, options.prompt, options.ready_json, options.parent)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,6 +80,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, help="port the frontend listens on (50051)")
     parser.add_argument("--config", metavar="FILE", help="YAML file with one section a service")
     parser.add_argument("--prompt", metavar="TEXT", help="answer this (greedily) once ready, and serve on")
+    parser.add_argument(
+        "--ready-json", action="store_true", help='for programs: once ready, print {"address": ..., "model": ...} alone'
+    )
+    parser.add_argument(
+        "--parent", type=int, metavar="PID", help="for programs: end at once when this process, the parent, is gone"
+    )
     parser.add_argument("--print-config", action="store_true", help="print all values and their sources, and exit")
     return parser
 
@@ -96,6 +109,16 @@ def _addressee(token: str, own: list[str], passed: dict[str, list[str]]) -> tupl
     if service not in passed:
         raise StartError(f"{token}: no service {service!r}; services: {', '.join(SERVICES)}")
     return passed[service], f"--{flag}"
+
+
+def _refuse_together(options: argparse.Namespace) -> None:
+    if options.ready_json and options.prompt is not None:
+        raise StartError("--ready-json and --prompt both write to standard output; give one of them")
+    if options.parent is not None and options.parent != os.getppid():
+        raise StartError(
+            f"--parent is {options.parent}, but process {os.getppid()} started this one; give the pid of the process "
+            "that starts `triptych up`, if it still runs"
+        )
 
 
 def _common(options: argparse.Namespace) -> list[str]:
