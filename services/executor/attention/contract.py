@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
+
+from services.executor.architecture import Architecture
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,19 @@ class Needs:
     kv_heads: int
     head_dim: int
     block_tokens: int
+
+    @classmethod
+    def of(cls, shape: Architecture, *, device: str, dtype: torch.dtype, block_tokens: int) -> Self:
+        """Of a model whose weights and KV are in `dtype`."""
+        return cls(
+            device=device,
+            dtype=dtype,
+            kv_dtype=dtype,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            block_tokens=block_tokens,
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,6 +21,11 @@ IMPLEMENTATION = "triptych"
 log = logging.getLogger(__name__)
 
 
+def survey(needs: Needs) -> dict[str, list[str]]:
+    """Each backend, the best first, with its reasons for not serving `needs`; none where it does."""
+    return {backend.name: backend.refusals(needs) for backend in BACKENDS}
+
+
 def select(needs: Needs) -> AttentionBackend:
     """The first backend that serves `needs`. Raises StartError with the whole table when none does."""
     passed_over: list[str] = []
