@@ -24,6 +24,7 @@ from triptych.inference.v1 import inference_pb2 as pb
 from triptych.inference.v1 import inference_pb2_grpc
 
 from services.cli import up_plan
+from services.cli.doctor import machine
 from services.common.errors import StartError
 from tests.support.checkpoints import check_same_ids, reference_ids, tiny_llama
 from triptych_client import Client, Completion, Message, TriptychError
@@ -131,6 +132,13 @@ def test_arguments_are_checked_before_anything_is_sent(
 ) -> None:
     with pytest.raises(error, match=says):
         engine.generate(**arguments)
+
+
+def test_doctor_counts_no_fewer_threads_than_an_engine_has(engine: Engine) -> None:
+    pids = [engine.pid, *map(int, Path(f"/proc/{engine.pid}/task/{engine.pid}/children").read_text().split())]
+    threads = sum(len(list(Path(f"/proc/{pid}/task").iterdir())) for pid in pids)
+    assert len(pids) == machine.PROCESSES
+    assert len(pids) < threads <= machine.threads_needed(os.cpu_count() or 1, 1)
 
 
 def test_no_prompts_are_no_answers(engine: Engine) -> None:
@@ -269,13 +277,22 @@ _ENDS = {
 }
 
 
-def test_a_script_without_a_guard_that_is_killed_leaves_nothing(tiny: Path, tmp_path: Path) -> None:
-    _run_script(tiny, tmp_path, "kill")
+def test_a_program_that_is_killed_while_it_starts_an_engine_leaves_nothing(tiny: Path, tmp_path: Path) -> None:
+    model = tmp_path / "killed"
+    model.symlink_to(tiny)
+    code = "import sys; from triptych_client.local import Engine; Engine(sys.argv[1]).start()"
+    with subprocess.Popen([sys.executable, "-c", code, str(model)]) as program:
+        deadline_s = time.monotonic() + 60
+        while len(_of(model)) < machine.PROCESSES and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        assert len(_of(model)) == machine.PROCESSES
+        program.kill()
+    _wait_none(model)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["forget", "raise"])
-def test_a_script_that_ends_by_itself_leaves_nothing(end: str, tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["kill", "forget", "raise"])
+def test_a_script_without_a_guard_leaves_nothing_however_it_ends(end: str, tiny: Path, tmp_path: Path) -> None:
     _run_script(tiny, tmp_path, end)
 
 
