@@ -14,11 +14,13 @@ from services.common.config import Resolved, ServiceConfig
 from services.common.errors import StartError
 
 if TYPE_CHECKING:
-    from services.executor.fit import Fit
     from services.scheduler.core.limits import Limits
     from services.scheduler.identity import Model
 
 TITLE = "Model"
+
+Fit = Any
+"""services.executor.fit.Fit; the command must not know the executor's modules, not even for their types."""
 
 
 def unread(reason: str) -> Section:
