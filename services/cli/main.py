@@ -20,6 +20,7 @@ COMMANDS = {
     "chat": "talk to a model",
     "generate": "continue a raw prompt",
     "model": "fetch a model into the cache",
+    "doctor": "say whether a model can be served on this machine, and why not",
 }
 
 

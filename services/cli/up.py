@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -24,11 +25,14 @@ STOP_ORDER = ("frontend", "scheduler", "executor")  # so that running streams dr
 ANSWER_TOKENS = 256
 """Of the answer to --prompt, which is greedy, so that it is the same each time."""
 
+PARENT_POLL_S = 0.25
+
 _COLOURS = {"frontend": 36, "scheduler": 33, "executor": 35, "triptych": 32}
 
 
 def run(argv: Sequence[str]) -> int:
-    """Serves until SIGINT, SIGTERM or SIGHUP (exit code 0), or until one of the three ends by itself (1)."""
+    """Serves until SIGINT, SIGTERM or SIGHUP, or the end of --parent (exit code 0), or until one of the three ends by
+    itself (1)."""
     plan = up_plan.read(argv)
     if plan.prompt is not None:
         client("")  # told now, not after the weights are loaded, when the client package is missing
@@ -40,6 +44,7 @@ def run(argv: Sequence[str]) -> int:
 async def _supervise(plan: Plan) -> int:
     processes = Processes(_show)
     stop = _on_signals(processes)
+    watch = asyncio.create_task(_watch_parent(plan.parent_pid, processes, stop))
     try:
         for name in START_ORDER:
             await processes.start(plan.commands[name])
@@ -47,6 +52,19 @@ async def _supervise(plan: Plan) -> int:
     finally:
         _say("stopping")
         await processes.stop(STOP_ORDER)
+        watch.cancel()
+
+
+async def _watch_parent(pid: int | None, processes: Processes, stop: asyncio.Event) -> None:
+    """Stops all, without patience, once the parent is gone: nobody is left to read the streams.
+
+    PR_SET_PDEATHSIG would not do: it follows the thread that started this process, not the parent as a whole.
+    """
+    if pid is not None:
+        while os.getppid() == pid:  # noqa: ASYNC110  there is no event to wait for
+            await asyncio.sleep(PARENT_POLL_S)
+        processes.hurry()
+        stop.set()
 
 
 async def _serve(plan: Plan, processes: Processes, stop: asyncio.Event) -> int:
@@ -74,6 +92,9 @@ async def _begin(plan: Plan) -> None:
     """Waits for the engine, says how to call it, and answers --prompt. Raises StartError where that fails."""
     await wait_ready(plan.addresses, _say)
     address = plan.addresses["frontend"]
+    if plan.ready_json:
+        print(json.dumps({"address": address, "model": plan.served_name}), flush=True)
+        return
     if plan.prompt is not None:
         await _answer(address, plan.prompt)
     print(examples(address, plan.served_name), flush=True)

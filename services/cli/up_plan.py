@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,19 +33,22 @@ class Plan:
     models: tuple[str, ...]
     served_name: str
     prompt: str | None
+    ready_json: bool
+    """Whether a program reads standard output: one JSON line there, once a token can be made."""
+    parent_pid: int | None
+    """The process that this one must not outlive; None: none."""
 
 
 def read(argv: Sequence[str]) -> Plan:
     """Raises StartError in one line; exits after --help and --print-config."""
-    own, passed = _split(argv)
+    own, passed = split(argv)
     options = _parser().parse_args(own)
-    flags = {name: [*_common(options), *_of_frontend(options, name), *passed[name]] for name in SERVICES}
-    resolved = {name: resolve(config_type(name), flags[name]) for name in SERVICES}
-    for name, (flag, _) in _PEERS.items():
-        _refuse_peer(name, flag, resolved[name])
+    _refuse_together(options)
+    flags = {name: flags_of(name, options, passed) for name in SERVICES}
+    resolved = resolve_all(flags)
     if options.print_config:
         _print_config(resolved)
-    ports = {name: _port(resolved[name], keep=name == "frontend") for name in SERVICES}
+    ports = {name: port_of(resolved[name]) for name in SERVICES}
     hosts = {name: _reachable(resolved[name].config.host) for name in SERVICES}
     addresses = {name: f"{hosts[name]}:{ports[name]}" for name in SERVICES}
     for name in SERVICES:
@@ -56,7 +60,21 @@ def read(argv: Sequence[str]) -> Plan:
         name: Command(name, tuple(flags[name]), resolved[name].config.drain_s + STOP_MARGIN_S) for name in SERVICES
     }
     models = tuple(dict.fromkeys(resolved[name].config.model for name in SERVICES))
-    return Plan(commands, addresses, models, _served_name(resolved["frontend"]), options.prompt)
+    name = _served_name(resolved["frontend"])
+    return Plan(commands, addresses, models, name, options.prompt, options.ready_json, options.parent)
+
+
+def resolve_all(flags: Mapping[str, Sequence[str]]) -> dict[str, Resolved[ServiceConfig]]:
+    """The three configs, given each service's flags. Raises StartError."""
+    resolved = {name: resolve(config_type(name), flags[name]) for name in SERVICES}
+    for name, (flag, _) in _PEERS.items():
+        _refuse_peer(name, flag, resolved[name])
+    return resolved
+
+
+def flags_of(service: str, options: argparse.Namespace, passed: Mapping[str, Sequence[str]]) -> list[str]:
+    """A service's own command line, out of what `add_options` and `split` took."""
+    return [*_common(options), *_of_frontend(options, service), *passed[service]]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -66,18 +84,29 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         allow_abbrev=False,
     )
+    add_options(parser)
+    parser.add_argument("--prompt", metavar="TEXT", help="answer this (greedily) once ready, and serve on")
+    parser.add_argument(
+        "--ready-json", action="store_true", help='for programs: once ready, print {"address": ..., "model": ...} alone'
+    )
+    parser.add_argument(
+        "--parent", type=int, metavar="PID", help="for programs: end at once when this process, the parent, is gone"
+    )
+    parser.add_argument("--print-config", action="store_true", help="print all values and their sources, and exit")
+    return parser
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What is said of all three, or of the frontend, without a service's name before it."""
     parser.add_argument(
         "--model", help="checkpoint folder, or the name of a fetched model; by default the embedded one"
     )
     parser.add_argument("--host", help="address the frontend listens on (127.0.0.1)")
     parser.add_argument("--port", type=int, help="port the frontend listens on (50051)")
     parser.add_argument("--config", metavar="FILE", help="YAML file with one section a service")
-    parser.add_argument("--prompt", metavar="TEXT", help="answer this (greedily) once ready, and serve on")
-    parser.add_argument("--print-config", action="store_true", help="print all values and their sources, and exit")
-    return parser
 
 
-def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+def split(argv: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
     """Takes --service.flag and the values that follow it out of the command line."""
     own: list[str] = []
     passed: dict[str, list[str]] = {name: [] for name in SERVICES}
@@ -96,6 +125,16 @@ def _addressee(token: str, own: list[str], passed: dict[str, list[str]]) -> tupl
     if service not in passed:
         raise StartError(f"{token}: no service {service!r}; services: {', '.join(SERVICES)}")
     return passed[service], f"--{flag}"
+
+
+def _refuse_together(options: argparse.Namespace) -> None:
+    if options.ready_json and options.prompt is not None:
+        raise StartError("--ready-json and --prompt both write to standard output; give one of them")
+    if options.parent is not None and options.parent != os.getppid():
+        raise StartError(
+            f"--parent is {options.parent}, but process {os.getppid()} started this one; give the pid of the process "
+            "that starts `triptych up`, if it still runs"
+        )
 
 
 def _common(options: argparse.Namespace) -> list[str]:
@@ -136,16 +175,16 @@ def _served_name(frontend: Resolved[ServiceConfig]) -> str:
     return str(chosen or Path(frontend.config.model).name)
 
 
-def _port(resolved: Resolved[ServiceConfig], *, keep: bool) -> int:
+def port_of(resolved: Resolved[ServiceConfig]) -> int:
     """The port to use: the configured one where it was chosen (or is the frontend's), else a free one."""
     config = resolved.config
-    wanted = config.port if keep or "port" in resolved.origin else 0
+    frontend = config.service == "frontend"
     try:
-        return free_port(config.host, wanted)
+        return free_port(config.host, config.port if frontend or "port" in resolved.origin else 0)
     except OSError as error:
         raise StartError(
-            f"the {config.service} cannot listen on {config.host}:{wanted}: {error.strerror}; choose another with "
-            + ("--port" if keep else f"--{config.service}.port")
+            f"the {config.service} cannot listen on {config.host}:{config.port}: {error.strerror}; choose another with "
+            + ("--port" if frontend else f"--{config.service}.port")
         ) from error
 
 

@@ -86,17 +86,7 @@ class Executor:
             raise StartError(
                 f"a context of {settings.context_tokens} tokens is asked for, the model holds {shape.context_tokens}"
             )
-        needs = Needs(
-            device="cpu",
-            dtype=dtype,
-            kv_dtype=dtype,
-            heads=shape.heads,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            block_tokens=settings.block_tokens,
-            windows=shape.windows,
-            soft_caps=shape.soft_caps,
-        )
+        needs = Needs.of(shape, device="cpu", dtype=dtype, block_tokens=settings.block_tokens)
         runner = ModelRunner(checkpoint, select(needs), needs)
         kv_bytes = memory.kv_budget_bytes(self._kv_memory_bytes, memory.available_bytes())
         block_bytes = shape.kv_block_bytes(settings.block_tokens, dtype.itemsize)

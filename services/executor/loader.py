@@ -74,6 +74,17 @@ def weight_files(path: Path) -> list[Path]:
     return sorted(set(_locate(path).values()))
 
 
+def weight_bytes(path: Path, dtype: torch.dtype) -> int:
+    """Bytes that the weights take as `dtype`, from config.json and the names in the files' headers; none is read.
+
+    Raises StartError when the model is not served, or tensors are missing or unexpected.
+    """
+    config = architecture.read(path)
+    model = _skeleton(config, dtype)
+    _recipes(path, model, _locate(path))
+    return sum(tensor.nbytes for tensor in model.parameters())  # tied ones come once
+
+
 def weights_hash(files: Sequence[Path]) -> str:
     """SHA-256, hex, over the concatenated hex SHA-256 of each file, files in order of their names."""
     whole = hashlib.sha256()
@@ -86,7 +97,8 @@ def weights_hash(files: Sequence[Path]) -> str:
 def _locate(path: Path) -> dict[str, Path]:
     """File of each tensor: what the single file holds, else what the index says."""
     if (path / SINGLE_FILE).is_file():
-        with _open(path / SINGLE_FILE) as tensors:
+        # As for numpy: torch maps a file so that the kernel counts it as memory, even when only its names are read.
+        with _open(path / SINGLE_FILE, framework="np") as tensors:
             return dict.fromkeys(tensors.keys(), path / SINGLE_FILE)
     if not (path / INDEX_FILE).is_file():
         raise StartError(f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}; weights are read from safetensors alone")
@@ -100,10 +112,10 @@ def _locate(path: Path) -> dict[str, Path]:
     return where
 
 
-def _open(file: Path) -> safe_open:
+def _open(file: Path, framework: str = "pt") -> safe_open:
     try:
-        return safe_open(file, framework="pt", device="cpu")
-    except (OSError, SafetensorError) as error:
+        return safe_open(file, framework=framework, device="cpu")
+    except (OSError, SafetensorError, RuntimeError) as error:  # the last is torch's, where it cannot map the file
         raise StartError(f"cannot read {file}: {error}") from error
 
 

@@ -1,4 +1,4 @@
-"""What this process may use: memory and CPUs by the cgroup's limits (v1 and v2), not by the host's totals."""
+"""What this process may use: memory, CPUs and threads by the cgroup's limits (v1 and v2), not by the host's totals."""
 
 from __future__ import annotations
 
@@ -46,6 +46,16 @@ def cpus(at: Hierarchy = HOST) -> int:
         if (quota := _cpu_quota(folder)) is not None:
             granted = min(granted, quota)
     return max(1, math.floor(granted))
+
+
+def threads_left(at: Hierarchy = HOST) -> int | None:
+    """Processes and threads that may still be started under every enclosing cgroup's pids limit; None: no limit."""
+    rest = []
+    for folder in _folders(at, "pids"):
+        limit, used = _integer(folder / "pids.max"), _integer(folder / "pids.current")
+        if limit is not None and used is not None:
+            rest.append(max(0, limit - used))
+    return min(rest, default=None)
 
 
 def kv_budget_bytes(asked: int | None, available: int) -> int:

@@ -95,6 +95,27 @@ def test_version_1_cpu_quotas(tmp_path: Path, quota: str, granted: int) -> None:
     assert memory.cpus(at) == granted
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_threads_left_are_the_least_of_all_enclosing_groups(version: int, tmp_path: Path) -> None:
+    groups, root = ("8:pids:/pods/mine\n", "pids/") if version == 1 else ("0::/pods/mine\n", "")
+    files = {
+        f"{root}pods/mine/pids.max": "100\n",
+        f"{root}pods/mine/pids.current": "30\n",
+        f"{root}pods/pids.max": "1000\n",
+        f"{root}pods/pids.current": "960\n",
+    }
+    assert memory.threads_left(tree(tmp_path, groups, files)) == 40
+
+
+@pytest.mark.parametrize(("limit", "used", "left"), [("max", "30", None), ("20", "30", 0), (None, None, None)])
+def test_threads_without_a_limit_and_over_it(
+    limit: str | None, used: str | None, left: int | None, tmp_path: Path
+) -> None:
+    files = {"pids.max": limit, "pids.current": used}
+    at = tree(tmp_path, "0::/\n", {name: text for name, text in files.items() if text is not None})
+    assert memory.threads_left(at) == left
+
+
 def test_this_machine_has_memory_and_cpus() -> None:
     assert memory.available_bytes() > 0
     assert 1 <= memory.cpus() <= HOST_CPUS

@@ -10,7 +10,7 @@ import grpc
 from triptych.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from triptych_client import messages as _messages
-from triptych_client import options as _options
+from triptych_client import requests as _requests
 from triptych_client import results
 from triptych_client.errors import REQUEST_ID_KEY, from_rpc, text_of
 from triptych_client.messages import MessageLike
@@ -73,7 +73,7 @@ class Client:
         **options: Unpack[OptionArgs],
     ) -> Stream:
         """Continues a text or token ids, streamed."""
-        request = self._generate_request(prompt, add_special_tokens, options)
+        request = _requests.generate(self._model, prompt, add_special_tokens, options)
         return Stream(self._stub.Generate(request, **self._call(timeout_s)))
 
     async def generate_unary(
@@ -85,7 +85,7 @@ class Client:
         **options: Unpack[OptionArgs],
     ) -> Completion:
         """The same in one answer."""
-        inner = self._generate_request(prompt, add_special_tokens, options)
+        inner = _requests.generate(self._model, prompt, add_special_tokens, options)
         request = inference_pb2.GenerateUnaryRequest(request=inner)
         call = self._stub.GenerateUnary(request, **self._call(timeout_s))
         response = await _answer(call)
@@ -104,8 +104,15 @@ class Client:
         **options: Unpack[OptionArgs],
     ) -> Stream:
         """Answers a conversation (one string is one user message) by the model's chat template, streamed."""
-        request = self._chat_request(
-            messages, tools, tool_choice, parallel_tool_calls, continue_final_message, template_args, options
+        request = _requests.chat(
+            self._model,
+            messages,
+            tools,
+            tool_choice,
+            parallel_tool_calls,
+            continue_final_message,
+            template_args,
+            options,
         )
         return Stream(self._stub.Chat(request, **self._call(timeout_s)))
 
@@ -122,8 +129,15 @@ class Client:
         **options: Unpack[OptionArgs],
     ) -> Completion:
         """The same in one answer."""
-        inner = self._chat_request(
-            messages, tools, tool_choice, parallel_tool_calls, continue_final_message, template_args, options
+        inner = _requests.chat(
+            self._model,
+            messages,
+            tools,
+            tool_choice,
+            parallel_tool_calls,
+            continue_final_message,
+            template_args,
+            options,
         )
         call = self._stub.ChatUnary(inference_pb2.ChatUnaryRequest(request=inner), **self._call(timeout_s))
         response = await _answer(call)
@@ -177,49 +191,19 @@ class Client:
     def _call(self, timeout_s: float | None) -> dict[str, Any]:
         return {"timeout": self._timeout_s if timeout_s is None else timeout_s, "metadata": self._metadata}
 
-    def _generate_request(
-        self, prompt: str | Iterable[int], add_special_tokens: bool | None, options: OptionArgs
-    ) -> inference_pb2.GenerateRequest:
-        request = inference_pb2.GenerateRequest(
-            model=self._model, add_special_tokens=add_special_tokens, options=_options.to_proto(options)
-        )
-        if isinstance(prompt, str):
-            request.text = prompt
-        else:
-            request.token_ids.CopyFrom(inference_pb2.TokenIds(ids=prompt))
-        return request
 
-    def _chat_request(
-        self,
-        messages: str | Iterable[MessageLike],
-        tools: Iterable[inference_pb2.Tool],
-        tool_choice: inference_pb2.ToolChoice | None,
-        parallel_tool_calls: bool | None,
-        continue_final_message: bool,
-        template_args: Mapping[str, Any] | None,
-        options: OptionArgs,
-    ) -> inference_pb2.ChatRequest:
-        request = inference_pb2.ChatRequest(
-            model=self._model,
-            messages=_messages.to_proto(messages),
-            tools=tools,
-            tool_choice=tool_choice,
-            parallel_tool_calls=parallel_tool_calls,
-            continue_final_message=continue_final_message,
-            options=_options.to_proto(options),
-        )
-        if template_args is not None:
-            request.template_args.update(template_args)
-        return request
-
-
-def _open(address: str, credentials: grpc.ChannelCredentials | None, max_message_bytes: int) -> grpc.aio.Channel:
-    options = [
+def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, int]]:
+    """Options of a channel to a frontend."""
+    return [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
     ]
+
+
+def _open(address: str, credentials: grpc.ChannelCredentials | None, max_message_bytes: int) -> grpc.aio.Channel:
+    options = channel_options(max_message_bytes)
     if credentials is None:
         return grpc.aio.insecure_channel(address, options)
     return grpc.aio.secure_channel(address, credentials, options)
@@ -233,10 +217,4 @@ async def _answer(call: Awaitable[T]) -> T:
 
 
 async def _completion(call: grpc.aio.UnaryUnaryCall[Any, Any], response: Response) -> Completion:
-    return Completion(
-        text_of(await call.initial_metadata(), REQUEST_ID_KEY) or "",
-        results.prompt_info(response.prompt),
-        results.positions(response.prompt_logprobs.positions),
-        tuple(results.delta(choice) for choice in response.choices),
-        results.usage(response.usage),
-    )
+    return results.completion(text_of(await call.initial_metadata(), REQUEST_ID_KEY) or "", response)

@@ -46,8 +46,8 @@ class TriptychError(Exception):
         self.request_id = request_id
 
 
-def from_rpc(error: grpc.aio.AioRpcError) -> TriptychError:
-    """What the server said, as far as it said it."""
+def from_rpc(error: Any) -> TriptychError:
+    """What the server said, as far as it said it; `error` is an AioRpcError, or the RpcError of a call that blocks."""
     status = _status(error)
     reason = ""
     violations: tuple[Violation, ...] = ()
@@ -69,15 +69,15 @@ def from_rpc(error: grpc.aio.AioRpcError) -> TriptychError:
     )
 
 
-def text_of(metadata: grpc.aio.Metadata | None, key: str) -> str | None:
-    """The first text value of a key, None without one."""
+def text_of(metadata: Any, key: str) -> str | None:
+    """The first text value of a key in a call's metadata (None: it has none), None without one."""
     for name, value in metadata or ():
         if name == key:
             return value if isinstance(value, str) else value.decode("utf-8", "replace")
     return None
 
 
-def _status(error: grpc.aio.AioRpcError) -> Any:
+def _status(error: Any) -> Any:
     for name, value in error.trailing_metadata() or ():
         if name == _STATUS_DETAILS_KEY and isinstance(value, bytes):
             return status_pb2.Status.FromString(value)

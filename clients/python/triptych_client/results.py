@@ -201,6 +201,17 @@ def prompt_info(info: inference_pb2.PromptInfo) -> PromptInfo:
     )
 
 
+def completion(request_id: str, response: inference_pb2.GenerateResponse | inference_pb2.ChatResponse) -> Completion:
+    """From the contract's response that holds a whole answer."""
+    return Completion(
+        request_id,
+        prompt_info(response.prompt),
+        positions(response.prompt_logprobs.positions),
+        tuple(delta(choice) for choice in response.choices),
+        usage(response.usage),
+    )
+
+
 def usage(found: inference_pb2.Usage) -> Usage:
     """From the contract's Usage."""
     return Usage(found.prompt_tokens, found.completion_tokens, found.cached_tokens)

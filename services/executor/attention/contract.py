@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
+
+from services.executor.architecture import Architecture
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,21 @@ class Scores:
     """Tokens a query sees, its own included; None: all before it."""
     soft_cap: float | None = None
     """A score s becomes soft_cap * tanh(s / soft_cap); None: it stays."""
+
+    @classmethod
+    def of(cls, shape: Architecture, *, device: str, dtype: torch.dtype, block_tokens: int) -> Self:
+        """Of a model whose weights and KV are in `dtype`."""
+        return cls(
+            device=device,
+            dtype=dtype,
+            kv_dtype=dtype,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            block_tokens=block_tokens,
+            windows=shape.windows,
+            soft_caps=shape.soft_caps,
+        )
 
 
 @dataclass(frozen=True, eq=False)

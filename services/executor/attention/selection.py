@@ -24,6 +24,11 @@ _WITHOUT_EFFECT = frozenset({"dropout", "output_router_logits", "position_ids", 
 log = logging.getLogger(__name__)
 
 
+def survey(needs: Needs) -> dict[str, list[str]]:
+    """Each backend, the best first, with its reasons for not serving `needs`; none where it does."""
+    return {backend.name: backend.refusals(needs) for backend in BACKENDS}
+
+
 def select(needs: Needs) -> AttentionBackend:
     """The first backend that serves `needs`. Raises StartError with the whole table when none does."""
     passed_over: list[str] = []

@@ -1,0 +1,52 @@
+"""A call's arguments as the contract's request messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from triptych.inference.v1 import inference_pb2
+
+from triptych_client import messages as _messages
+from triptych_client import options as _options
+from triptych_client.messages import MessageLike
+from triptych_client.options import OptionArgs
+
+
+def generate(
+    model: str, prompt: str | Iterable[int], add_special_tokens: bool | None, options: OptionArgs
+) -> inference_pb2.GenerateRequest:
+    """Of a text or ids. Raises TypeError and ValueError for what no field can hold."""
+    request = inference_pb2.GenerateRequest(
+        model=model, add_special_tokens=add_special_tokens, options=_options.to_proto(options)
+    )
+    if isinstance(prompt, str):
+        request.text = prompt
+    else:
+        request.token_ids.CopyFrom(inference_pb2.TokenIds(ids=prompt))
+    return request
+
+
+def chat(
+    model: str,
+    messages: str | Iterable[MessageLike],
+    tools: Iterable[inference_pb2.Tool],
+    tool_choice: inference_pb2.ToolChoice | None,
+    parallel_tool_calls: bool | None,
+    continue_final_message: bool,
+    template_args: Mapping[str, Any] | None,
+    options: OptionArgs,
+) -> inference_pb2.ChatRequest:
+    """Of a conversation. Raises TypeError and ValueError for what no field can hold."""
+    request = inference_pb2.ChatRequest(
+        model=model,
+        messages=_messages.to_proto(messages),
+        tools=tools,
+        tool_choice=tool_choice,
+        parallel_tool_calls=parallel_tool_calls,
+        continue_final_message=continue_final_message,
+        options=_options.to_proto(options),
+    )
+    if template_args is not None:
+        request.template_args.update(template_args)
+    return request

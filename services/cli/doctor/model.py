@@ -1,0 +1,174 @@
+"""The model: whether each service takes it, and what memory it needs. Its weights are not read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from services.cli.doctor.findings import Finding, Section
+from services.cli.parts import missing, part
+from services.common import checkpoint
+from services.common.config import Resolved, ServiceConfig
+from services.common.errors import StartError
+
+if TYPE_CHECKING:
+    from services.scheduler.core.limits import Limits
+    from services.scheduler.identity import Model
+
+TITLE = "Model"
+
+Fit = Any
+"""services.executor.fit.Fit; the command must not know the executor's modules, not even for their types."""
+
+
+def unread(reason: str) -> Section:
+    """In place of all, where the configuration cannot be read."""
+    return Section(TITLE, (Finding("config", reason, "fault"),))
+
+
+def sections(resolved: Mapping[str, Resolved[ServiceConfig]]) -> tuple[Section, ...]:
+    """Model and attention, as the three services with these configs would find them."""
+    configs = {name: one.config for name, one in resolved.items()}
+    paths: dict[str, Path] = {}
+    findings: list[Finding] = []
+    for name, config in configs.items():
+        try:
+            paths[name] = checkpoint.find(config.model)
+        except StartError as error:
+            findings.append(Finding(name, _not_there(config.model, error), "fault"))
+    if findings:
+        return (Section(TITLE, tuple(findings)),)
+    findings.append(Finding("folder", ", ".join(sorted({str(path) for path in paths.values()}))))
+    text = _tried("frontend", lambda: _text_side(configs["frontend"]))
+    steps = _tried("scheduler", lambda: _model(configs["scheduler"]))
+    fit = _tried("executor", lambda: _fit(paths["executor"], steps.found, configs["executor"]))
+    findings += [text.finding, steps.finding]
+    if fit.found is None:
+        findings.append(fit.finding)
+        return (Section(TITLE, tuple(findings)),)
+    if steps.found is not None:
+        findings += _memory(fit.found, steps.found)
+    return (Section(TITLE, tuple(findings)), _attention(fit.found))
+
+
+@dataclass(frozen=True)
+class _Tried:
+    found: Any
+    finding: Finding
+
+
+def _tried(service: str, attempt: Callable[[], tuple[Any, str]]) -> _Tried:
+    """What a service makes of the model, or its reason against it."""
+    try:
+        found, text = attempt()
+        return _Tried(found, Finding(service, text))
+    except ModuleNotFoundError as error:
+        fault = missing(error, extra=service, what=f"the {service}")
+        if not isinstance(fault, StartError):
+            raise
+        return _Tried(None, Finding(service, str(fault), "fault"))
+    except StartError as error:
+        return _Tried(None, Finding(service, str(error), "fault"))
+
+
+def _not_there(model: str, error: StartError) -> str:
+    if model == checkpoint.EMBEDDED_MODEL:
+        return f"{model} is not fetched yet, so it cannot be examined; `triptych model fetch` brings it"
+    return str(error)
+
+
+def _text_side(config: ServiceConfig) -> tuple[Any, str]:
+    module = part("services.frontend.served_model", extra="frontend", what="the frontend")
+    model = module.load(config.model, None)
+    ends = ", ".join(map(str, sorted(model.eos_ids))) or "none, so answers end at max_tokens"
+    return model, f"the tokenizer loads; end-of-sequence ids: {ends}"
+
+
+def _model(config: Any) -> tuple[Model, str]:
+    module = part("services.scheduler.identity", extra="scheduler", what="the scheduler")
+    model: Model = module.Model.read(config)
+    return model, f"{model.name}: context {model.context_tokens} tokens, {model.vocab_size} ids"
+
+
+def _fit(path: Path, model: Model | None, config: ServiceConfig) -> tuple[Fit, str]:
+    if model is None:
+        raise StartError("not examined, since the scheduler does not take the model")
+    module = part("services.executor.fit", extra="executor", what="the executor")
+    return module.fit(path, model.engine_config(), config), ""
+
+
+def _memory(fit: Fit, model: Model) -> list[Finding]:
+    blocks = fit.kv_bytes // fit.block_bytes
+    tokens = max(0, blocks - 1) * model.config.block_size
+    facts = {
+        "weight_bytes": fit.weight_bytes,
+        "available_bytes": fit.available_bytes,
+        "kv_bytes": fit.kv_bytes,
+        "kv_bytes_per_token": fit.token_bytes,
+        "fitting_tokens": tokens,
+        "dtype": fit.dtype,
+    }
+    text = (
+        f"weights {_size(fit.weight_bytes)} as {fit.dtype}, KV {fit.token_bytes / 1e6:.3f} MB a token; of "
+        f"{_size(fit.available_bytes)} free {_size(fit.kv_bytes)} are for KV: {_count(tokens)} tokens fit"
+    )
+    return [Finding("memory", text, facts=facts), _pool(fit, model)]
+
+
+def _pool(fit: Fit, model: Model) -> Finding:
+    """What the scheduler would make of it."""
+    try:
+        limits = _limits(fit, model)
+    except StartError as error:
+        return Finding("pool", str(error), "fault")
+    facts = {"pool_tokens": limits.pool_tokens, "context_tokens": limits.context_tokens}
+    text = f"{_count(limits.pool_tokens)} tokens for up to {limits.max_slots} requests at once"
+    if limits.context_tokens < model.context_tokens:
+        text += (
+            f"; the context is lowered to {limits.context_tokens} from {model.context_tokens} tokens; a larger "
+            "--executor.kv-memory-bytes or --scheduler.num-kv-blocks raises it"
+        )
+        return Finding("pool", text, "note", facts)
+    return Finding("pool", text, facts=facts)
+
+
+def _limits(fit: Fit, model: Model) -> Limits:
+    link = part("services.scheduler.executor_link", extra="scheduler", what="the scheduler")
+    facts = link.ExecutorFacts(
+        device="cpu",
+        version=1,
+        weights_hash="",
+        config_hash="",
+        vocab_size=fit.vocab_size,
+        block_bytes=fit.block_bytes,
+        kv_bytes=fit.kv_bytes,
+        max_in_flight=1,
+        dtype=fit.dtype,
+        kv_dtype=fit.dtype,
+    )
+    return model.limits(facts)
+
+
+def _attention(fit: Fit) -> Section:
+    """Each backend, and which is taken; a fault where none is."""
+    chosen = next((name for name, reasons in fit.backends.items() if not reasons), None)
+    level = "note" if chosen else "fault"
+    return Section(
+        "Attention",
+        tuple(
+            Finding(name, f"cannot serve this model: {', '.join(reasons)}", level, {"reasons": list(reasons)})  # type: ignore[arg-type]
+            if reasons
+            else Finding(name, "is used" if name == chosen else "could serve it too", facts={"reasons": []})
+            for name, reasons in fit.backends.items()
+        ),
+    )
+
+
+def _size(count_bytes: int) -> str:
+    return f"{count_bytes / 1e9:.2f} GB" if count_bytes >= 10_000_000 else f"{count_bytes / 1e6:.2f} MB"
+
+
+def _count(tokens: int) -> str:
+    return f"{tokens // 1000}k" if tokens >= 10_000 else str(tokens)
