@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -43,10 +44,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (StartError, serve_load.LoadError, open_loop.CallError) as error:
         print(f"loadtest.bench_serve: error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
+    except asyncio.CancelledError:
+        return 143
     return 0
 
 
 async def _run(options: argparse.Namespace) -> None:
+    # Ended from outside, it must still end the processes it has started.
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     if options.plot is not None:
         plot.require()
     chosen = {name: python for name in SERVING if (python := peers.python_of(name)) is not None}
@@ -59,9 +68,8 @@ async def _run(options: argparse.Namespace) -> None:
         flush=True,
     )
     found = [await _ours(options.model, times, options.seed)]
-    model = find(options.model)
     for name, python in chosen.items():
-        found.append(await _peer(name, python, model, times, options.seed))
+        found.append(await _peer(name, python, find(options.model), times, options.seed))
     print(_table(found))
     if left_out := peers.absent_line(tuple(SERVING)):
         print(f"\n{left_out}")
@@ -73,20 +81,33 @@ async def _run(options: argparse.Namespace) -> None:
 
 async def _ours(model: str, times: int, seed: int) -> Measured:
     measured = Measured(OURS)
+    _say("starting the three services")
     flags = ["--model", model, "--scheduler.dtype", "float32"]
     async with stack.running(flags) as address, grpc.aio.insecure_channel(address) as channel:
         vocab_size = await open_loop.vocab_size(channel, "", CONNECT_S)
         ask = open_loop.over_grpc(channel)
         await serve_load.repeat(ask, measured, vocab_size=vocab_size, times=times, seed=seed)
-    return measured
+    return _done(measured)
 
 
 async def _peer(name: str, python: Path, model: Path, times: int, seed: int) -> Measured:
     measured = Measured(name.lower())
+    _say(f"starting {measured.name}")
     vocab_size = read_config(model).vocab_size
     async with SERVING[name](python, model) as ask:
         await serve_load.repeat(ask, measured, vocab_size=vocab_size, times=times, seed=seed)
+    return _done(measured)
+
+
+def _done(measured: Measured) -> Measured:
+    """Told at once, in case a later system takes longer than the reader's patience."""
+    total = report.spread([METRICS["total_tokens_per_s"](one) for one in measured.repetitions])
+    _say(f"{measured.name}: {total} total tokens/s")
     return measured
+
+
+def _say(line: str) -> None:
+    print(f"loadtest.bench_serve: {line}", file=sys.stderr, flush=True)
 
 
 def values(found: Sequence[Measured]) -> dict[str, Any]:

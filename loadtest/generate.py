@@ -28,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (StartError, workload.WorkloadError, open_loop.CallError) as error:
         print(f"loadtest.generate: error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 async def _run(options: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -34,7 +35,7 @@ async def serving(python: Path, model: Path) -> AsyncIterator[Ask]:
     command = [str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "peer"]
     command += ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", str(MAX_SEQS)]
-    path = {"PATH": f"{python.parent}:/usr/local/bin:/usr/bin:/bin"}  # it compiles with what it finds there
+    path = {"PATH": os.pathsep.join([str(python.parent), os.environ.get("PATH", os.defpath)])}  # its own tools first
     async with peer_process.running(command, ENVIRONMENT | path, pipe=False) as peer:
         deadline_s = time.monotonic() + START_S
         while not await _healthy(port):
