@@ -26,17 +26,6 @@ class Needs:
     soft_caps: bool = False
     """Layers that bend their scores by a tanh."""
 
-
-@dataclass(frozen=True)
-class Scores:
-    """How a layer makes attention scores out of queries and keys."""
-
-    scale: float
-    window_tokens: int | None = None
-    """Tokens a query sees, its own included; None: all before it."""
-    soft_cap: float | None = None
-    """A score s becomes soft_cap * tanh(s / soft_cap); None: it stays."""
-
     @classmethod
     def of(cls, shape: Architecture, *, device: str, dtype: torch.dtype, block_tokens: int) -> Self:
         """Of a model whose weights and KV are in `dtype`."""
@@ -51,6 +40,17 @@ class Scores:
             windows=shape.windows,
             soft_caps=shape.soft_caps,
         )
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How a layer makes attention scores out of queries and keys."""
+
+    scale: float
+    window_tokens: int | None = None
+    """Tokens a query sees, its own included; None: all before it."""
+    soft_cap: float | None = None
+    """A score s becomes soft_cap * tanh(s / soft_cap); None: it stays."""
 
 
 @dataclass(frozen=True, eq=False)
