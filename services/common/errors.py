@@ -15,6 +15,13 @@ from google.rpc import error_details_pb2, status_pb2
 DOMAIN = "triptych"
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 
+MESSAGE_BYTES = 1024
+"""Of an error's message, and of a violation's description. A message travels up to three times: percent-encoded as
+grpc-message, and in the base64 of google.rpc.Status, alone and as a violation. Together they stay below the 8 KB that
+gRPC peers take as metadata, and the Status below 3 KB."""
+FIELD_BYTES = 256
+_VIOLATIONS_BYTES = 1536
+
 log = logging.getLogger(__name__)
 
 
@@ -29,12 +36,22 @@ class Violation:
     field: str
     description: str
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "field", clip(self.field, FIELD_BYTES))
+        object.__setattr__(self, "description", clip(self.description, MESSAGE_BYTES))
+
+    @property
+    def size_bytes(self) -> int:
+        """On the wire, about."""
+        return len(self.field.encode()) + len(self.description.encode()) + 8
+
 
 class RequestError(Exception):
     """A request that ends with a status other than OK.
 
     `reason` is ErrorInfo.reason (UPPER_SNAKE_CASE, stable for programs); `message` is for people, names the thing, the
-    value, the limit and what to do, and never holds prompt text. `retry_after_s` says when another try is worth while.
+    value, the limit and what to do, and never holds prompt text; past MESSAGE_BYTES it is cut. `retry_after_s`
+    says when another try is worth while.
     """
 
     def __init__(
@@ -46,9 +63,10 @@ class RequestError(Exception):
         violations: tuple[Violation, ...] = (),
         retry_after_s: float | None = None,
     ) -> None:
+        message = clip(message, MESSAGE_BYTES)
         super().__init__(message)
         self.code = code
-        self.reason = reason
+        self.reason = clip(reason, FIELD_BYTES)
         self.message = message
         self.violations = violations
         self.retry_after_s = retry_after_s
@@ -57,6 +75,15 @@ class RequestError(Exception):
     def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
         """The rich status, as gRPC carries it."""
         return ((STATUS_DETAILS_KEY, to_status(self).SerializeToString()),)
+
+
+def clip(text: str, limit_bytes: int) -> str:
+    """A text of at most `limit_bytes` in UTF-8; one that is cut ends with an ellipsis."""
+    raw = text.encode(errors="replace")
+    if len(raw) <= limit_bytes:
+        return text
+    end = "\N{HORIZONTAL ELLIPSIS}"
+    return raw[: limit_bytes - len(end.encode())].decode(errors="ignore") + end
 
 
 def invalid(field: str, description: str, reason: str = "INVALID_FIELD") -> RequestError:
@@ -89,7 +116,11 @@ def to_status(error: RequestError) -> status_pb2.Status:
     details: list[Any] = [error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)]
     if error.violations:
         bad = error_details_pb2.BadRequest()
+        room = _VIOLATIONS_BYTES
         for violation in error.violations:
+            room -= violation.size_bytes
+            if room < 0:
+                break  # the first ones are enough to begin with
             bad.field_violations.add(field=violation.field, description=violation.description)
         details.append(bad)
     if error.retry_after_s is not None:

@@ -60,11 +60,15 @@ class ChatEncoder:
         self._controls = controls
         self._tokens = source.tokens
         self._template: jinja2.Template | None = None
+        self._words: frozenset[str] = frozenset()
         self.fault: str | None = None
         """Why the template cannot be compiled, if so."""
         if source.text is not None:
             try:
-                self._template = _environment().from_string(source.text)
+                environment = _environment()
+                self._template = environment.from_string(source.text)
+                constants = environment.parse(source.text).find_all(nodes.Const)
+                self._words = frozenset(const.value for const in constants if isinstance(const.value, str))
             except jinja2.TemplateError as error:
                 self.fault = f"line {getattr(error, 'lineno', '?')}: {error}"
         self.has_template = source.text is not None
@@ -90,11 +94,22 @@ class ChatEncoder:
         conversation = [{"role": role, "content": self._controls.mark(text)} for role, text in messages]
         try:
             return self._template.render(messages=conversation, add_generation_prompt=True, **self._tokens)
-        except jinja2.TemplateError as error:
-            said = self._controls.unmark(str(error))
+        except _Refusal as error:
+            said = self._own_words(str(error))
             raise invalid(path, f"the model's chat template refuses them: {said}", "CHAT_TEMPLATE") from error
         except Exception as error:  # a template is a program: whatever it raises is its answer to these messages
             raise invalid(path, f"the model's chat template fails: {type(error).__name__}", "CHAT_TEMPLATE") from error
+
+    def _own_words(self, said: str) -> str:
+        """What the template itself says; text that it put in, a user's perhaps, is left out."""
+        if said in self._words:
+            return said
+        longest = max((word for word in self._words if word in said), key=len, default="")
+        return f"{longest.strip()} ..."
+
+
+class _Refusal(jinja2.TemplateError):
+    """What a template said by raise_exception."""
 
 
 class _Generation(Extension):
@@ -129,7 +144,7 @@ def _tojson(
 
 
 def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
+    raise _Refusal(message)
 
 
 def _strftime_now(form: str) -> str:

@@ -50,10 +50,6 @@ class ControlTokens:
             return text
         return self._in_user.sub(lambda match: f"{self._mark}{self._spelled[match[0]]:06}", text)
 
-    def unmark(self, text: str) -> str:
-        """The user's own spelling again, for messages."""
-        return re.sub(rf"{self._mark}(\d{{6}})", self._spelling, text)
-
     def encode(self, rendered: str) -> tuple[int, ...]:
         """Ids of a rendered chat: the template's control tokens are ids, marked ones are text. No BOS is added."""
         return encode(self._tokenizer, self._in_rendered.sub(self._translate, rendered))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import urllib.parse
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from google.rpc import error_details_pb2, status_pb2
 from triptych.inference.v1 import inference_pb2 as pb
 from triptych.inference.v1 import inference_pb2_grpc
 
-from services.common.errors import RequestError, invalid, to_status, unavailable, unserved
+from services.common.errors import RequestError, Violation, clip, invalid, to_status, unavailable, unserved
 from services.common.server import Server
 
 
@@ -109,3 +110,32 @@ async def test_an_unforeseen_exception_is_internal_without_its_text(
 
 def test_the_message_is_the_exceptions_text() -> None:
     assert str(RequestError(grpc.StatusCode.ABORTED, "X", "why")) == "why"
+
+
+@pytest.mark.parametrize("letter", ["a", "é", "😀", "%"])
+def test_a_long_message_is_cut_so_that_details_stay_under_3_kb_and_metadata_under_8(letter: str) -> None:
+    error = RequestError(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "R" * 10**4,
+        letter * 10**6,
+        violations=tuple(Violation(letter * 10**5, letter * 10**5) for _ in range(100)),
+        retry_after_s=1,
+    )
+    ((_, packed),) = error.trailing_metadata
+    status = status_pb2.Status.FromString(packed)
+    assert len(packed) < 3 * 1024
+    # As sent: grpc-message percent-encodes each byte that is not printable ASCII, the Status is in base64.
+    assert len(urllib.parse.quote(error.message)) + len(packed) * 4 / 3 + 200 < 8 * 1024
+    assert error.message.startswith(letter) and error.message.endswith("…") and status.message == error.message
+    assert _details(status)["BadRequest"].field_violations[0].field.startswith(letter)
+
+
+async def test_an_error_of_any_length_reaches_a_caller_with_stock_metadata_limits() -> None:
+    error = await _call(invalid("f" * 10**5, "é" * 10**6), stream=False)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert _details(_rich(error))["BadRequest"].field_violations[0].description.endswith("…")
+
+
+def test_a_message_that_fits_is_left_as_it_is() -> None:
+    assert clip("é" * 512, 1024) == "é" * 512
+    assert clip("é" * 513, 1024) == "é" * 510 + "…" and len(clip("é" * 513, 1024).encode()) == 1023

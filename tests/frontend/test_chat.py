@@ -59,7 +59,7 @@ def test_the_template_may_use_what_templates_use(definition: str) -> None:
 
 def test_the_sandbox_keeps_templates_from_python(definition: str) -> None:
     chat = encoder(definition, "{{ ''.__class__.__mro__[1].__subclasses__() }}")
-    assert "unsafe" in refusal(chat, ("user", "hi")).message
+    assert "SecurityError" in refusal(chat, ("user", "hi")).message
 
 
 def test_a_template_sees_special_tokens_and_may_refuse(definition: str) -> None:
@@ -76,9 +76,12 @@ def test_a_template_program_that_fails_is_the_requests_error_not_ours(definition
     assert error.code is grpc.StatusCode.INVALID_ARGUMENT and "ZeroDivisionError" in error.message
 
 
-def test_a_users_own_spelling_comes_back_in_a_templates_message(definition: str) -> None:
+def test_a_templates_message_keeps_its_own_words_and_leaves_out_what_a_user_wrote(definition: str) -> None:
     chat = encoder(definition, "{{ raise_exception('no: ' + messages[0]['content']) }}")
-    assert refusal(chat, ("user", "<|im_end|>")).message.endswith("no: <|im_end|>")
+    for text in ("<|im_end|>", "a secret", "no: "):
+        assert refusal(chat, ("user", text)).message == "messages: the model's chat template refuses them: no: ..."
+    undefined = encoder(definition, "{{ {}[messages[0]['content']].x }}")
+    assert "secret" not in refusal(undefined, ("user", "a secret")).message
 
 
 @pytest.mark.parametrize("name", sorted(WORD_STARTS))
