@@ -79,11 +79,15 @@ def _type(annotation: Any) -> str:
         return ", ".join(f"`{value}`" for value in typing.get_args(annotation))
     if isinstance(annotation, types.UnionType):
         return " or ".join(_type(part) for part in typing.get_args(annotation) if part is not type(None))
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _type(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) is tuple:
+        return f"list of {_type(typing.get_args(annotation)[0])}"
     return {str: "text", int: "integer", float: "number", bool: "true or false"}[annotation]
 
 
 def _default(field: FieldInfo) -> str:
-    return "unset" if field.default is None else f"`{field.default}`"
+    return "unset" if field.default is None else "none" if field.default == () else f"`{field.default}`"
 
 
 def main() -> int:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_settings import BaseSettings, CliSettingsSource, EnvSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, CliSettingsSource, EnvSettingsSource, SettingsConfigDict, SettingsError
 
 from services.common.errors import StartError
 
@@ -112,7 +112,7 @@ def _flags(
         parse_args_method=parse,
     )
     fields = config_type.model_fields
-    return {key: value for key, value in source().items() if key in fields}, seen[-1]
+    return {key: value for key, value in _read(source).items() if key in fields}, seen[-1]
 
 
 def _file(path: Path, name: str) -> dict[str, Any]:
@@ -141,7 +141,15 @@ def _environment(config_type: type[ServiceConfig], environ: Mapping[str, str]) -
         raise StartError(f"unknown environment variable {unknown[0]}; see `triptych {config_type.service} --help`")
     source = EnvSettingsSource(Settings, env_prefix=prefix, case_sensitive=False)
     source.env_vars = {key.lower(): value for key, value in mine.items()}
-    return dict(source())
+    return _read(source)
+
+
+def _read(source: Callable[[], Any]) -> dict[str, Any]:
+    """What a source says. Raises StartError for a list that cannot be read."""
+    try:
+        return dict(source())
+    except SettingsError as error:
+        raise StartError(f'{error}; in the environment a list is JSON: ["a", "b"]') from None
 
 
 def _explain(error: ValidationError, origin: Mapping[str, str]) -> str:

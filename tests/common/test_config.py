@@ -21,6 +21,7 @@ class Config(ServiceConfig):
     dtype: Literal["auto", "float32"] = "auto"
     limit: int | None = Field(None, ge=1)
     eager: bool = False
+    names: tuple[str, ...] = ()
 
 
 def _file(folder: Path, text: str) -> list[str]:
@@ -137,3 +138,17 @@ def test_help_tells_every_field(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_switch_needs_no_value() -> None:
     assert load(Config, ["--eager"], {}).eager
     assert not load(Config, ["--no-eager"], {"TRIPTYCH_SCHEDULER__EAGER": "true"}).eager
+
+
+def test_a_list_is_a_flag_again_and_again_or_with_commas_and_json_in_the_environment(tmp_path: Path) -> None:
+    for argv, environ in (
+        (["--names", "a", "--names", "b"], {}),
+        (["--names", "a,b"], {}),
+        ([], {"TRIPTYCH_SCHEDULER__NAMES": '["a", "b"]'}),
+        (_file(tmp_path, "scheduler: {names: [a, b]}"), {}),
+    ):
+        resolved = resolve(Config, argv, environ)
+        assert resolved.config.names == ("a", "b")
+        assert resolved.lines()[-1].startswith("names: [a, b]  # ")
+    with pytest.raises(StartError, match=r'names.*JSON: \["a", "b"\]'):
+        load(Config, [], {"TRIPTYCH_SCHEDULER__NAMES": "a, b"})
