@@ -55,6 +55,9 @@ def tiny_tokenizer(path: Path, *, vocab_size: int = 512, chat_template: str | No
         show_progress=False,
     )
     tokenizer.train_from_iterator([_TEXT], trainer)
+    # The text runs out of pairs to merge before the vocabulary is full: as many ids as asked for, all the same.
+    missing = vocab_size - tokenizer.get_vocab_size()
+    tokenizer.add_special_tokens([AddedToken(f"<|reserved_{i}|>", special=True) for i in range(missing)])
     tokenizer.save(str(path / "tokenizer.json"))
     config = {
         "bos_token": "<|im_start|>",
