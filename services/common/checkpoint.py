@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,25 @@ def find(model: str) -> Path:
     )
 
 
+def revision(path: Path) -> str:
+    """The hub's commit of a checkpoint that lies where hub clients keep it (`.../snapshots/COMMIT`); else empty."""
+    known = path.parent.name == "snapshots" and re.fullmatch("[0-9a-f]{40}", path.name)
+    return path.name if known else ""
+
+
 def tokenizer_hash(path: Path) -> str:
     """SHA-256 of tokenizer.json, hex: equal hashes, equal ids for a text."""
     return _file_hash(path / "tokenizer.json")
+
+
+def tokenizer_size(path: Path) -> int | None:
+    """Ids of tokenizer.json: the highest plus one, None where it tells none. A model may be padded past them."""
+    file = path / "tokenizer.json"
+    definition = _json(file) if file.is_file() else {}
+    vocab = definition.get("model", {}).get("vocab", {})
+    ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+    added = [token["id"] for token in definition.get("added_tokens", [])]
+    return max([*ids, *added], default=-1) + 1 or None
 
 
 def config_hash(path: Path) -> str:

@@ -58,6 +58,8 @@ class PersistentBatch:
     settings: Settings
     num_blocks: int
     vocab_size: int
+    text_vocab_size: int | None = None
+    """ids of the tokenizer, where the vocabulary is padded past them: prompts and biases name no others"""
     tables: npt.NDArray[np.int32] = field(init=False)
     """[max_slots, entries] block ids; -1 where there is none"""
 
@@ -135,11 +137,23 @@ class PersistentBatch:
             started.sampling.check(self.vocab_size)
         except ValueError as error:
             raise BadPlanError(f"started: slot {slot}: {error}", (slot,)) from error
+        self._check_named(started)
         self._check_blocks(started.block_ids, "started.block_ids")
         if len(started.block_ids) > self.tables.shape[1]:
             raise BadPlanError(f"started: slot {slot} has more blocks than the context fills", (slot,))
         columns.tokens[slot], columns.prompt[slot] = tokens, started.prompt_tokens
         columns.computed[slot], columns.blocks[slot] = started.computed_tokens, len(started.block_ids)
+
+    def _check_named(self, started: Started) -> None:
+        """Ids that a caller chose; an id that was sampled may be any of the vocabulary."""
+        limit = self.vocab_size if self.text_vocab_size is None else min(self.vocab_size, self.text_vocab_size)
+        prompt = int(started.token_ids[: started.prompt_tokens].max())
+        biased = max((token for token, _ in started.sampling.logit_bias), default=0)
+        for what, top in (("prompt", prompt), ("logit_bias", biased)):
+            if top >= limit:
+                raise BadPlanError(
+                    f"started: slot {started.slot}: {what} holds id {top}, the tokenizer has {limit}", (started.slot,)
+                )
 
     def _check_new_blocks(self, columns: _Columns, plan: Plan) -> None:
         slots, blocks = plan.new_blocks[:, 0], plan.new_blocks[:, 1]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kernels.cpu import paged_attention
-from services.common.checkpoint import config_hash
+from services.common.checkpoint import config_hash, tokenizer_size
 from services.common.errors import StartError
 from services.executor import loader, memory
 from services.executor.attention.contract import Needs
@@ -118,7 +118,9 @@ class Executor:
             )
         try:
             self._runner.allocate(num_blocks)
-            self._batch = PersistentBatch(self._settings, num_blocks, self._facts.vocab_size)
+            self._batch = PersistentBatch(
+                self._settings, num_blocks, self._facts.vocab_size, tokenizer_size(self._path)
+            )
             self._sampler = Sampler(self._facts.vocab_size)
             self._warm_up(self._batch, num_blocks)
         except (MemoryError, RuntimeError) as error:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from services.common.config import ServiceConfig
+from services.frontend.request import Limits
 
 
 class FrontendConfig(ServiceConfig):
@@ -19,8 +20,46 @@ class FrontendConfig(ServiceConfig):
     served_model_name: str | None = Field(
         None, min_length=1, description="name that requests use; unset: the name of the checkpoint's folder"
     )
+    served_model_alias: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (), description="further names that requests may use"
+    )
     max_message_bytes: int = Field(4 * 1024 * 1024, ge=4096, description="largest message of the public API, both ways")
+    max_prompt_bytes: int = Field(
+        1024 * 1024, ge=1, description="UTF-8 bytes of a text prompt, or of all messages of a chat together"
+    )
+    max_messages: int = Field(2048, ge=1, description="messages a chat may have")
+    max_content_parts: int = Field(4096, ge=1, description="content parts of all messages of a chat together")
+    max_choices: int = Field(16, ge=1, description="choices a request may ask for; this version serves 1")
+    max_logprobs: int = Field(
+        20, ge=0, description="alternatives to each id that a request may ask for; this version serves 0"
+    )
     max_stop_strings: int = Field(64, ge=0, description="stop strings a request may have")
     max_stop_string_bytes: int = Field(1024, ge=1, description="UTF-8 bytes of one stop string")
     max_stop_token_ids: int = Field(256, ge=0, description="stop ids a request may have")
     max_logit_biases: int = Field(1024, ge=0, description="logit_bias entries a request may have")
+    max_detokenize_ids: int = Field(256 * 1024, ge=1, description="ids of one Detokenize")
+
+    @field_validator("max_prompt_bytes")
+    @classmethod
+    def _fits_a_message(cls, prompt_bytes: int, info: ValidationInfo) -> int:
+        """A larger prompt would be refused as a message, by gRPC, before this limit is looked at."""
+        message_bytes = info.data.get("max_message_bytes")
+        if message_bytes is not None and prompt_bytes >= message_bytes:
+            raise ValueError(f"must be below max_message_bytes, {message_bytes}, which holds the prompt")
+        return prompt_bytes
+
+    def limits(self) -> Limits:
+        """Of one request."""
+        return Limits(
+            message_bytes=self.max_message_bytes,
+            prompt_bytes=self.max_prompt_bytes,
+            messages=self.max_messages,
+            content_parts=self.max_content_parts,
+            choices=self.max_choices,
+            logprobs=self.max_logprobs,
+            stop_strings=self.max_stop_strings,
+            stop_string_bytes=self.max_stop_string_bytes,
+            stop_token_ids=self.max_stop_token_ids,
+            logit_biases=self.max_logit_biases,
+            detokenize_ids=self.max_detokenize_ids,
+        )

@@ -39,9 +39,6 @@ _SERVED = {
 
 DOOR = Door({SAMPLING: SERVED_SAMPLING} | {_PACKAGE + name: frozenset(fields) for name, fields in _SERVED.items()})
 
-MAX_CHOICES = 1
-"""Choices of a request that are served."""
-
 _ROLES: dict[int, str] = {
     inference_pb2.ROLE_SYSTEM: "system",
     inference_pb2.ROLE_DEVELOPER: "developer",

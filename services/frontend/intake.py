@@ -8,7 +8,7 @@ from services.common.errors import invalid
 from services.frontend.door import read_messages
 from services.frontend.request import EngineFacts, Job, Limits, Options
 from services.frontend.served_model import ServedModel
-from services.frontend.validation import check_ids, output_length, read_options
+from services.frontend.validation import check_fits, check_ids, output_length, read_options
 
 
 class Intake:
@@ -22,7 +22,7 @@ class Intake:
         """A job for a text or token-id prompt. Raises RequestError."""
         self._model.check_name(request.model)
         options = self._options(request.options, facts, path)
-        prompt_ids = await self._prompt(request, facts, path)
+        prompt_ids = await self._prompt(request, options, facts, path)
         kind = request.WhichOneof("prompt")
         return self._job(prompt_ids, options, facts, prompt_field=f"{path}{kind}", path=path)
 
@@ -47,7 +47,9 @@ class Intake:
         self._model.check_name(request.chat.model)
         return await self._model.encode_chat(read_messages(request.chat, "chat.messages"), "chat.messages")
 
-    async def _prompt(self, request: inference_pb2.GenerateRequest, facts: EngineFacts, path: str) -> tuple[int, ...]:
+    async def _prompt(
+        self, request: inference_pb2.GenerateRequest, options: Options, facts: EngineFacts, path: str
+    ) -> tuple[int, ...]:
         kind = request.WhichOneof("prompt")
         if kind is None:
             raise invalid(f"{path}prompt", "is missing; text or token_ids is needed")
@@ -55,8 +57,14 @@ class Intake:
             return await self._model.encode_text(request.text, add_special_tokens=_wants_special(request))
         if request.add_special_tokens:
             raise invalid(f"{path}add_special_tokens", "is for text; token_ids are taken as they are")
+        check_fits(
+            options,
+            prompt_tokens=len(request.token_ids.ids),
+            context_tokens=facts.context_tokens,
+            prompt_field=f"{path}token_ids",
+        )
         ids = tuple(request.token_ids.ids)
-        check_ids(ids, facts.vocab_size, f"{path}token_ids.ids")
+        check_ids(ids, self._model.vocab_size(facts), f"{path}token_ids.ids")
         return ids
 
     def _options(self, options: inference_pb2.Options, facts: EngineFacts, path: str) -> Options:
@@ -64,7 +72,7 @@ class Intake:
             options,
             defaults=self._model.defaults,
             limits=self._limits,
-            vocab_size=facts.vocab_size,
+            vocab_size=self._model.vocab_size(facts),
             path=f"{path}options",
         )
 
@@ -78,6 +86,8 @@ class Intake:
             prompt_field=prompt_field,
             path=f"{path}options",
         )
+        if self._model.tokenizer.vocab_size > facts.vocab_size:
+            check_ids(prompt_ids, facts.vocab_size, prompt_field)
         return Job(prompt_ids, options, max_tokens, self._model.eos_ids, facts)
 
 

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+SERVED_CHOICES = 1
+"""Choices of a request that are served; more, up to the configured limit, are refused as not served yet."""
+SERVED_LOGPROBS = 0
+"""Alternatives to each id that are served."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -68,18 +73,32 @@ class Job:
 class Limits:
     """Caps of the configuration on what one request may hold."""
 
+    message_bytes: int
+    prompt_bytes: int
+    messages: int
+    content_parts: int
+    choices: int
+    logprobs: int
     stop_strings: int
     stop_string_bytes: int
     stop_token_ids: int
     logit_biases: int
+    detokenize_ids: int
 
     def named(self) -> dict[str, int]:
-        """By configuration key."""
+        """By configuration key; choices and logprobs no more than are served."""
         return {
+            "max_message_bytes": self.message_bytes,
+            "max_prompt_bytes": self.prompt_bytes,
+            "max_messages": self.messages,
+            "max_content_parts": self.content_parts,
+            "max_choices": min(self.choices, SERVED_CHOICES),
+            "max_logprobs": min(self.logprobs, SERVED_LOGPROBS),
             "max_stop_strings": self.stop_strings,
             "max_stop_string_bytes": self.stop_string_bytes,
             "max_stop_token_ids": self.stop_token_ids,
             "max_logit_biases": self.logit_biases,
+            "max_detokenize_ids": self.detokenize_ids,
         }
 
 

@@ -43,6 +43,11 @@ def choice(delta: Delta, tokenizer: TextTokenizer) -> inference_pb2.Choice:
     )
 
 
+def tokenized(ids: Sequence[int], tokenizer: TextTokenizer) -> inference_pb2.TokenizeResponse:
+    """Ids, and each one's bytes."""
+    return inference_pb2.TokenizeResponse(token_ids=ids, raw=[tokenizer.token_bytes(i) for i in ids])
+
+
 def usage(job: Job, completion_tokens: int, cached_tokens: int) -> inference_pb2.Usage:
     """What was used, over the one choice."""
     return inference_pb2.Usage(

@@ -14,7 +14,6 @@ from services.frontend import served_model, service
 from services.frontend.calls import Calls
 from services.frontend.config import FrontendConfig
 from services.frontend.engine_client import HEARTBEAT_LIMIT_S, EngineClient
-from services.frontend.request import Limits
 from services.frontend.service import InferenceService
 
 log = logging.getLogger(__name__)
@@ -25,18 +24,12 @@ class Frontend:
 
     def __init__(self, config: FrontendConfig) -> None:
         self._config = config
-        self.model = served_model.load(config.model, config.served_model_name)
+        self.model = served_model.load(config.model, config.served_model_name, config.served_model_alias)
         self.engine = EngineClient(config.engine, self.model.tokenizer_hash)
         self.calls = Calls()
         self.server = Server(config.host, config.port, max_message_bytes=config.max_message_bytes)
-        limits = Limits(
-            stop_strings=config.max_stop_strings,
-            stop_string_bytes=config.max_stop_string_bytes,
-            stop_token_ids=config.max_stop_token_ids,
-            logit_biases=config.max_logit_biases,
-        )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
-            InferenceService(self.model, self.engine, self.calls, limits), self.server.grpc
+            InferenceService(self.model, self.engine, self.calls, config.limits()), self.server.grpc
         )
         self._watch: asyncio.Task[None] | None = None
 

@@ -14,7 +14,7 @@ import grpc
 from triptych.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from services.common.errors import RequestError, unavailable
-from services.frontend import responses
+from services.frontend import responses, sizes
 from services.frontend.calls import Calls
 from services.frontend.door import DOOR
 from services.frontend.engine import Submission
@@ -80,7 +80,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         fold = Fold(inference_pb2.GenerateResponse())
         async for message in self._stream(request, prepare, inference_pb2.GenerateResponse, context):
             fold.add(message)
-        return inference_pb2.GenerateUnaryResponse(response=fold.result())
+        answer = inference_pb2.GenerateUnaryResponse(response=fold.result())
+        sizes.check_answer(answer, self._limits, "use Generate, which streams it, or raise --max-message-bytes")
+        return answer
 
     async def ChatUnary(
         self, request: inference_pb2.ChatUnaryRequest, context: Context
@@ -93,7 +95,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         fold = Fold(inference_pb2.ChatResponse())
         async for message in self._stream(request, prepare, inference_pb2.ChatResponse, context):
             fold.add(message)
-        return inference_pb2.ChatUnaryResponse(response=fold.result())
+        answer = inference_pb2.ChatUnaryResponse(response=fold.result())
+        sizes.check_answer(answer, self._limits, "use Chat, which streams it, or raise --max-message-bytes")
+        return answer
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Context
@@ -101,10 +105,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """The ids of a text or a chat, and each id's bytes."""
         await _greet(context)
         with self._calls.entered():
+            sizes.check(request, self._limits)
             DOOR.check(request)
             ids = await self._intake.tokenize(request)
-            raw = await off_loop(len(ids), lambda: [self._model.tokenizer.token_bytes(i) for i in ids])
-            return inference_pb2.TokenizeResponse(token_ids=ids, raw=raw)
+            answer = await off_loop(len(ids), lambda: responses.tokenized(ids, self._model.tokenizer))
+            sizes.check_answer(answer, self._limits, "tokenize it in parts, or raise --max-message-bytes")
+            return answer
 
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: Context
@@ -112,6 +118,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """The text of ids as a whole."""
         await _greet(context)
         with self._calls.entered():
+            sizes.check(request, self._limits)
             DOOR.check(request)
             self._model.check_name(request.model)
             ids = tuple(request.token_ids)
@@ -143,6 +150,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Prompt facts, deltas, usage: the one way every generation goes."""
         request_id = await _greet(context)
         with self._calls.entered():
+            sizes.check(request, self._limits)
             DOOR.check(request)
             job = await prepare(self._engine.require())
             choice = Choice(job, self._model.tokenizer)
@@ -175,9 +183,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             raise unavailable("NO_ENGINE", "no engine has told the model's facts yet")
         return inference_pb2.Model(
             name=self._model.name,
+            aliases=self._model.aliases,
+            revision=self._model.revision,
             fingerprint=facts.fingerprint,
             context_tokens=facts.context_tokens,
-            vocab_size=facts.vocab_size,
+            vocab_size=self._model.vocab_size(facts),
             eos_token_ids=sorted(self._model.eos_ids),
             defaults=responses.defaults(self._model.defaults),
             limits=self._limits.named(),
@@ -185,7 +195,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         )
 
     def _vocab_size(self) -> int:
-        """The engine's may be padded past the tokenizer's, and its ids can be sampled."""
+        """Of what Detokenize reads: the engine's may be padded past the tokenizer's, and its ids can be sampled."""
         facts = self._engine.facts
         return max(self._model.tokenizer.vocab_size, facts.vocab_size if facts else 0)
 

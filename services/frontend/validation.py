@@ -9,8 +9,8 @@ from dataclasses import replace
 from triptych.inference.v1 import generation_pb2, inference_pb2
 
 from services.common.errors import RequestError, invalid, unserved
-from services.frontend.door import MAX_CHOICES
-from services.frontend.request import Limits, Options, Sampling
+from services.frontend.request import SERVED_CHOICES, SERVED_LOGPROBS, Limits, Options, Sampling
+from services.frontend.sizes import at_most
 
 LABEL_BYTES = 128
 _SAMPLING_FIELDS = (
@@ -28,7 +28,7 @@ def read_options(
     options: inference_pb2.Options, *, defaults: Sampling, limits: Limits, vocab_size: int, path: str = "options"
 ) -> Options:
     """Options in range, sampling and seed filled. Raises RequestError(INVALID_ARGUMENT or UNIMPLEMENTED)."""
-    _check_counts(options, path)
+    _check_counts(options, limits, path)
     sampling = _read_sampling(options.sampling, defaults, limits, vocab_size, f"{path}.sampling")
     return Options(
         sampling=sampling,
@@ -67,15 +67,8 @@ def output_length(
     """
     if prompt_tokens == 0:
         raise invalid(prompt_field, "the prompt has 0 tokens; one or more are needed", "EMPTY_PROMPT")
+    check_fits(options, prompt_tokens=prompt_tokens, context_tokens=context_tokens, prompt_field=prompt_field)
     room = context_tokens - prompt_tokens
-    wanted = "unset" if options.max_tokens is None else str(options.max_tokens)
-    if room < 0:
-        raise invalid(
-            prompt_field,
-            f"the prompt has {prompt_tokens} tokens (max_tokens {wanted}), the context holds {context_tokens}; "
-            "shorten it or start the scheduler with a larger --max-model-len",
-            "PROMPT_TOO_LONG",
-        )
     max_tokens = room if options.max_tokens is None else options.max_tokens
     if max_tokens > room:
         raise invalid(
@@ -88,6 +81,18 @@ def output_length(
     if options.min_tokens > max_tokens:
         raise invalid(f"{path}.min_tokens", f"is {options.min_tokens}, max_tokens is {max_tokens}; lower it")
     return max_tokens
+
+
+def check_fits(options: Options, *, prompt_tokens: int, context_tokens: int, prompt_field: str) -> None:
+    """Raises INVALID_ARGUMENT for a prompt that is longer than the context."""
+    wanted = "unset" if options.max_tokens is None else str(options.max_tokens)
+    if prompt_tokens > context_tokens:
+        raise invalid(
+            prompt_field,
+            f"the prompt has {prompt_tokens} tokens (max_tokens {wanted}), the context holds {context_tokens}; "
+            "shorten it or start the scheduler with a larger --max-model-len",
+            "PROMPT_TOO_LONG",
+        )
 
 
 def check_sampling(sampling: Sampling, path: str) -> None:
@@ -117,7 +122,7 @@ def _read_sampling(
 def _read_bias(
     sampling: generation_pb2.Sampling, limits: Limits, vocab_size: int, path: str
 ) -> tuple[tuple[int, float], ...]:
-    _at_most(len(sampling.logit_bias), limits.logit_biases, "entries", path, "max_logit_biases")
+    at_most(len(sampling.logit_bias), limits.logit_biases, "entries", path, "max_logit_biases")
     bias = tuple(sorted(sampling.logit_bias.items()))
     for token_id, value in bias:
         if token_id >= vocab_size:
@@ -128,27 +133,31 @@ def _read_bias(
 
 
 def _read_stops(options: inference_pb2.Options, limits: Limits, path: str) -> tuple[str, ...]:
-    _at_most(len(options.stop), limits.stop_strings, "strings", path, "max_stop_strings")
+    at_most(len(options.stop), limits.stop_strings, "strings", path, "max_stop_strings")
     for i, stop in enumerate(options.stop):
         if not stop:
             raise invalid(f"{path}[{i}]", "is empty; a stop string has one character or more")
-        _at_most(len(stop.encode()), limits.stop_string_bytes, "bytes", f"{path}[{i}]", "max_stop_string_bytes")
+        at_most(len(stop.encode()), limits.stop_string_bytes, "bytes", f"{path}[{i}]", "max_stop_string_bytes")
     return tuple(options.stop)
 
 
 def _read_stop_ids(options: inference_pb2.Options, limits: Limits, vocab_size: int, path: str) -> tuple[int, ...]:
-    _at_most(len(options.stop_token_ids), limits.stop_token_ids, "ids", path, "max_stop_token_ids")
+    at_most(len(options.stop_token_ids), limits.stop_token_ids, "ids", path, "max_stop_token_ids")
     ids = tuple(options.stop_token_ids)
     check_ids(ids, vocab_size, path)
     return ids
 
 
-def _check_counts(options: inference_pb2.Options, path: str) -> None:
-    if options.HasField("n") and options.n != MAX_CHOICES:
-        if options.n == 0:
-            raise invalid(f"{path}.n", "is 0; at least one choice is returned")
-        raise unserved(f"{path}.n", f"is {options.n}; more than {MAX_CHOICES} is not served yet")
-    if options.logprobs > 0:
+def _check_counts(options: inference_pb2.Options, limits: Limits, path: str) -> None:
+    if options.HasField("n") and options.n == 0:
+        raise invalid(f"{path}.n", "is 0; at least one choice is returned")
+    if options.n > limits.choices:
+        raise invalid(f"{path}.n", f"is {options.n}, at most {limits.choices} are taken (max_choices)")
+    if options.n > SERVED_CHOICES:
+        raise unserved(f"{path}.n", f"is {options.n}; more than {SERVED_CHOICES} is not served yet")
+    if options.logprobs > limits.logprobs:
+        raise invalid(f"{path}.logprobs", f"is {options.logprobs}, at most {limits.logprobs} are taken (max_logprobs)")
+    if options.logprobs > SERVED_LOGPROBS:
         raise unserved(
             f"{path}.logprobs", f"is {options.logprobs}; alternatives are not served yet, 0 gives each id's own"
         )
@@ -158,11 +167,6 @@ def _read_label(label: str, path: str) -> str:
     if len(label.encode()) > LABEL_BYTES:
         raise invalid(path, f"has {len(label.encode())} bytes, at most {LABEL_BYTES} are kept")
     return label
-
-
-def _at_most(count: int, limit: int, what: str, path: str, key: str) -> None:
-    if count > limit:
-        raise invalid(path, f"has {count} {what}, at most {limit} are taken ({key})")
 
 
 def _within(value: float, low: float, high: float, path: str, *, open_low: bool = False, or_else: str = "") -> None:

@@ -52,11 +52,13 @@ def check(message: engine_pb2.FrontendHello | engine_pb2.Ping) -> None:
     _DOOR.check(message)
 
 
-def read_submit(submit: engine_pb2.Submit, frontend: int, vocab_size: int, now_ns: int) -> Submission:
+def read_submit(
+    submit: engine_pb2.Submit, frontend: int, vocab_size: int, now_ns: int, *, text_vocab_size: int
+) -> Submission:
     """A request as the core takes it. Raises RequestError naming the field: INVALID_ARGUMENT or UNIMPLEMENTED.
 
-    Sampling goes on unread but for its ranges: what the executor cannot take must end here, not there with the whole
-    epoch. Lengths are the core's.
+    Ids that a caller chose lie below `text_vocab_size`. Sampling goes on unread but for its ranges: what the executor
+    cannot take must end here, not there with the whole epoch. Lengths are the core's.
     """
     _DOOR.check(submit)
     if submit.num_choices == 0:
@@ -67,13 +69,13 @@ def read_submit(submit: engine_pb2.Submit, frontend: int, vocab_size: int, now_n
         raise unserved("logprobs", f"of {submit.logprobs} is not served yet, only 0: the id's own")
     if submit.min_tokens > submit.max_tokens:
         raise invalid("min_tokens", f"is {submit.min_tokens}, more than max_tokens {submit.max_tokens}")
-    _check_sampling(submit.sampling, vocab_size)
+    _check_sampling(submit.sampling, text_vocab_size)
     stop_ids = _ids("stop_ids", submit.stop_ids, vocab_size)
     if len(stop_ids) > MAX_STOP_IDS:
         raise invalid("stop_ids", f"has {len(stop_ids)} ids, the limit is {MAX_STOP_IDS}")
     return Submission(
         key=RequestKey(frontend, submit.request_id),
-        prompt_ids=_ids("prompt_ids", submit.prompt_ids, vocab_size),
+        prompt_ids=_ids("prompt_ids", submit.prompt_ids, text_vocab_size),
         max_tokens=submit.max_tokens,
         min_tokens=submit.min_tokens,
         stop_ids=frozenset(stop_ids.tolist()),

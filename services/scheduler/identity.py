@@ -36,6 +36,8 @@ class Model:
     tokenizer_hash: str
     config_hash: str
     vocab_size: int
+    text_vocab_size: int
+    """Ids of the tokenizer; the vocabulary may be padded past them."""
     context_tokens: int
     config: SchedulerConfig
 
@@ -57,6 +59,7 @@ class Model:
             tokenizer_hash=checkpoint.tokenizer_hash(path),
             config_hash=checkpoint.config_hash(path),
             vocab_size=figures.vocab_size,
+            text_vocab_size=min(figures.vocab_size, checkpoint.tokenizer_size(path) or figures.vocab_size),
             context_tokens=context_tokens,
             config=config,
         )

@@ -13,8 +13,8 @@ import pytest
 from google.protobuf import json_format
 from triptych.inference.v1 import inference_pb2
 
-from tests.frontend.harness import Served, fields_at_fault, reason, scripted, serving, text_checkpoint
-from tests.support.calls import by_ids, by_text, generate, greedy
+from tests.frontend.harness import Served, fields_at_fault, reason, scripted, serving, text_checkpoint, user
+from tests.support.calls import Answer, by_ids, by_text, chat, generate, greedy
 
 CONTEXT = 32
 
@@ -90,6 +90,84 @@ async def test_S7_prompt_and_max_tokens_fit_the_context_by_one_rule(
         assert fields_at_fault(error) == ["token_ids" if too_long else "options.max_tokens"]
         assert reason(error) == ("PROMPT_TOO_LONG" if too_long else "CONTEXT_EXCEEDED")
     assert (await generate(served.channel, by_ids([10], greedy(max_tokens=1)))).ids == [50]
+
+
+async def ask(served: Served, kind: str, count: int, options: inference_pb2.Options) -> Answer:
+    """A prompt of `count` tokens by text or chat, streamed or not; each digit is one token."""
+    if kind.startswith("text"):
+        request = by_text("1" * count, options)
+        if kind == "text":
+            return await generate(served.channel, request)
+        wrapped = inference_pb2.GenerateUnaryRequest(request=request)
+        return Answer([(await served.stub.GenerateUnary(wrapped)).response])
+    empty = await served.stub.Tokenize(
+        inference_pb2.TokenizeRequest(chat=inference_pb2.ChatRequest(messages=[user("")]))
+    )
+    digits = count - len(empty.token_ids)
+    asked = inference_pb2.ChatRequest(messages=[user("1" * digits)], options=options)
+    if kind == "chat":
+        return await chat(served.channel, asked)
+    return Answer([(await served.stub.ChatUnary(inference_pb2.ChatUnaryRequest(request=asked))).response])
+
+
+KINDS = {
+    "text": ("text", "options"),
+    "text unary": ("request.text", "request.options"),
+    "chat": ("messages", "options"),
+    "chat unary": ("request.messages", "request.options"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_S7_the_rule_is_the_same_for_text_and_chat_streamed_or_not(served: Served, kind: str) -> None:
+    prompt_field, options_field = KINDS[kind]
+    for count in (CONTEXT - 1, CONTEXT, CONTEXT + 1):
+        for max_tokens in (0, 1, None):
+            options = greedy() if max_tokens is None else greedy(max_tokens=max_tokens)
+            if count + (max_tokens or 0) <= CONTEXT:
+                answer = await ask(served, kind, count, options)
+                expected = CONTEXT - count if max_tokens is None else max_tokens
+                assert answer.reason == "LENGTH" and len(answer.ids) == expected
+                assert answer.messages[-1].usage.prompt_tokens == count
+                continue
+            error = await failure(ask(served, kind, count, options))
+            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            too_long = count > CONTEXT
+            assert fields_at_fault(error) == [prompt_field if too_long else f"{options_field}.max_tokens"]
+            assert f"{count} tokens" in (error.details() or "") and f"holds {CONTEXT}" in (error.details() or "")
+    assert (await generate(served.channel, by_ids([10], greedy(max_tokens=1)))).ids == [50]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_S6_max_tokens_zero_and_one_in_every_call(served: Served, kind: str) -> None:
+    for max_tokens in (0, 1):
+        answer = await ask(served, kind, CONTEXT - 4, greedy(max_tokens=max_tokens))
+        assert answer.ids == [50] * max_tokens and answer.reason == "LENGTH"
+        assert answer.messages[-1].usage.completion_tokens == max_tokens
+
+
+async def test_S6_prompts_that_are_empty_blank_or_bos_alone_in_every_call(served: Served) -> None:
+    unary, chat_unary = inference_pb2.GenerateUnaryRequest, inference_pb2.ChatUnaryRequest
+    chat_request, tokenize = inference_pb2.ChatRequest, inference_pb2.TokenizeRequest
+    options = greedy(max_tokens=2)
+    refused = [
+        (served.stub.GenerateUnary(unary(request=by_text("", options))), "request.text"),
+        (served.stub.GenerateUnary(unary(request=by_ids([], options))), "request.token_ids"),
+        (served.stub.GenerateUnary(unary()), "request.prompt"),
+        (chat(served.channel, chat_request(options=options)), "messages"),
+        (served.stub.ChatUnary(chat_unary()), "request.messages"),
+        (served.stub.Tokenize(tokenize(chat=chat_request())), "chat.messages"),
+        (served.stub.Tokenize(tokenize()), "input"),
+    ]
+    for call, field in refused:
+        error = await failure(call)
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT and fields_at_fault(error) == [field]
+    assert not (await served.stub.Tokenize(tokenize(text=""))).token_ids
+    for text in ("", " "):  # a turn without text is a turn all the same
+        assert (await chat(served.channel, chat_request(messages=[user(text)], options=options))).ids == [50, 50]
+    for request in (by_text(" ", options), by_ids([1], options), by_text("<|im_start|>", options)):
+        answer = (await served.stub.GenerateUnary(unary(request=request))).response
+        assert list(answer.choices[0].token_ids) == [50, 50] and answer.usage.prompt_tokens == 1
 
 
 EOS = [2, 7, 9]

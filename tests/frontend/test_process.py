@@ -151,3 +151,16 @@ def test_the_frontend_imports_no_torch_and_no_other_service() -> None:
     code = f"import sys, services.frontend.main; print(sorted({foreign} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--max-prompt-bytes", str(4 * 1024 * 1024)], "must be below max_message_bytes, 4194304"),
+        (["--served-model-alias", ""], "served_model_alias"),
+        (["--max-choices", "0"], "max_choices"),
+    ],
+)
+def test_a_limit_that_could_never_hold_is_a_start_error(flags: list[str], says: str) -> None:
+    with pytest.raises(StartError, match=says):
+        main(flags)

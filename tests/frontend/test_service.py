@@ -13,11 +13,13 @@ from google.protobuf.message import Message
 from triptych.inference.v1 import generation_pb2, inference_pb2, inference_pb2_grpc
 
 from loadtest.stub_engine import Faults, StubEngine
+from loadtest.stub_executor import StubExecutor
 from services.frontend.config import FrontendConfig
 from services.frontend.server import Frontend
 from tests.frontend.harness import (
     VOCAB_SIZE,
     Served,
+    attached,
     fields_at_fault,
     message,
     reason,
@@ -27,6 +29,7 @@ from tests.frontend.harness import (
     text_checkpoint,
     user,
 )
+from tests.support.attached import scheduler_for
 from tests.support.calls import by_ids, by_text, chat, generate, greedy
 from tests.support.checkpoints import EOS_ID
 
@@ -248,6 +251,84 @@ async def test_a_model_may_be_served_under_another_name(text_model: Path) -> Non
         assert (await failure(served.stub.GetModel(inference_pb2.GetModelRequest(model="tiny-text")))).code() is (
             grpc.StatusCode.NOT_FOUND
         )
+
+
+async def test_an_alias_is_as_good_as_the_name_in_every_call(text_model: Path) -> None:
+    aliases = ("small", "org/small-1", "small", "house")
+    async with serving(text_model, scripted([50]), served_model_name="house", served_model_alias=aliases) as served:
+        options = greedy(max_tokens=1)
+        for name in ("house", "small", "org/small-1", ""):
+            await generate(served.channel, inference_pb2.GenerateRequest(model=name, text="x", options=options))
+            asked = inference_pb2.ChatRequest(model=name, messages=[user("x")], options=options)
+            await chat(served.channel, asked)
+            await served.stub.Tokenize(inference_pb2.TokenizeRequest(model=name, text="x"))
+            await served.stub.Tokenize(inference_pb2.TokenizeRequest(chat=asked))
+            await served.stub.Detokenize(inference_pb2.DetokenizeRequest(model=name, token_ids=[50]))
+            model = (await served.stub.GetModel(inference_pb2.GetModelRequest(model=name))).model
+            assert (model.name, list(model.aliases)) == ("house", ["small", "org/small-1"])
+        error = await failure(served.stub.GetModel(inference_pb2.GetModelRequest(model="tiny-text")))
+        assert error.code() is grpc.StatusCode.NOT_FOUND and "'org/small-1'" in (error.details() or "")
+
+
+async def test_a_checkpoint_in_a_hub_clients_cache_tells_its_commit_as_revision(tmp_path: Path) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    for folder, revision in ((tmp_path / "snapshots" / commit, commit), (tmp_path / "plain", "")):
+        async with serving(text_checkpoint(folder)) as served:
+            assert (await served.stub.GetModel(inference_pb2.GetModelRequest())).model.revision == revision
+
+
+async def test_a_context_lowered_to_the_kv_pool_is_what_the_frontend_tells_and_holds_prompts_to(
+    text_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # 41 blocks of 8 tokens, one of them the null block: 320 tokens, where the checkpoint says 1024.
+    async with (
+        StubExecutor(kv_bytes=41 * 1024, block_bytes=1024) as executor,
+        scheduler_for(executor, text_model, block_size=8) as scheduler,
+    ):
+        (line,) = [r.getMessage() for r in caplog.records if "the context is lowered" in r.getMessage()]
+        assert "320 tokens" in line and "from 1024" in line and "--kv-memory-bytes" in line
+        frontend = Frontend(FrontendConfig(port=0, engine=f"127.0.0.1:{scheduler.server.port}", model=str(text_model)))
+        await frontend.start()
+        await attached(frontend)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{frontend.server.port}") as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            assert (await stub.GetModel(inference_pb2.GetModelRequest())).model.context_tokens == 320
+            answer = await generate(channel, by_ids([10] * 300, greedy(ignore_eos=True)))
+            assert answer.prompt.max_tokens == 20 and len(answer.ids) == 20
+            error = await failure(generate(channel, by_ids([10] * 321, greedy())))
+            assert "holds 320" in (error.details() or "")
+        await frontend.close()
+
+
+async def test_unset_options_are_what_get_model_tells_and_what_the_engine_is_given(tmp_path: Path) -> None:
+    generation = {
+        "temperature": 0.25,
+        "top_k": 7,
+        "top_p": 0.5,
+        "min_p": 0.125,
+        "repetition_penalty": 1.5,
+        "max_new_tokens": 3,
+    }
+    documented = Sampling(
+        temperature=1,
+        top_k=-1,
+        top_p=1,
+        min_p=0,
+        repetition_penalty=1,
+        presence_penalty=0,
+        frequency_penalty=0,
+    )
+    own = Sampling()
+    own.CopyFrom(documented)
+    own.MergeFrom(Sampling(temperature=0.25, top_k=7, top_p=0.5, min_p=0.125, repetition_penalty=1.5))
+    for name, written, told in (("own", generation, own), ("none", {}, documented)):
+        async with serving(text_checkpoint(tmp_path / name, generation=written), scripted([50])) as served:
+            defaults = (await served.stub.GetModel(inference_pb2.GetModelRequest())).model.defaults
+            assert defaults.sampling == told
+            assert (defaults.n, defaults.skip_special_tokens, defaults.HasField("max_tokens")) == (1, True, False)
+            answer = await generate(served.channel, by_ids([10], Options()))
+            assert served.engine.submits[0].sampling == told
+            assert answer.prompt.max_tokens == 1023  # to the end of the context, whatever the checkpoint says
 
 
 async def test_a_model_is_described_as_it_serves(tmp_path: Path) -> None:

@@ -10,11 +10,19 @@ import pytest
 from triptych.inference.v1 import generation_pb2, inference_pb2
 
 from services.common.errors import RequestError, StartError
+from services.frontend.config import FrontendConfig
 from services.frontend.defaults import sampling_defaults
-from services.frontend.request import Limits, Options, Sampling
+from services.frontend.request import Options, Sampling
 from services.frontend.validation import output_length, read_options
 
-LIMITS = Limits(stop_strings=2, stop_string_bytes=8, stop_token_ids=2, logit_biases=2)
+LIMITS = FrontendConfig(
+    max_choices=4,
+    max_logprobs=5,
+    max_stop_strings=2,
+    max_stop_string_bytes=8,
+    max_stop_token_ids=2,
+    max_logit_biases=2,
+).limits()
 VOCAB = 100
 
 
@@ -83,9 +91,14 @@ def test_caps_name_the_count_the_limit_and_the_key() -> None:
 def test_counts_of_choices_and_alternatives() -> None:
     assert read(n=1, logprobs=0).logprobs == 0
     assert refusal(read, n=0).code is grpc.StatusCode.INVALID_ARGUMENT
-    for options in ({"n": 2}, {"n": 10**6}, {"logprobs": 1}):
+    for options, code in (
+        ({"n": 4}, grpc.StatusCode.UNIMPLEMENTED),
+        ({"logprobs": 5}, grpc.StatusCode.UNIMPLEMENTED),
+        ({"n": 5}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"logprobs": 6}, grpc.StatusCode.INVALID_ARGUMENT),
+    ):
         error = refusal(read, **options)
-        assert error.code is grpc.StatusCode.UNIMPLEMENTED
+        assert error.code is code
         assert error.violations[0].field == f"options.{next(iter(options))}"
 
 
