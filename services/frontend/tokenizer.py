@@ -16,8 +16,8 @@ from services.common.errors import StartError
 T = TypeVar("T")
 
 OFF_LOOP_BYTES = 8192
-_LONG_IDS = 1024
 """Text of this size takes about 2 ms to encode; larger work leaves the event loop."""
+_LONG_IDS = 1024
 
 
 async def off_loop(size_bytes: int, work: Callable[[], T]) -> T:
