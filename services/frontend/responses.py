@@ -14,6 +14,8 @@ R = TypeVar("R", inference_pb2.GenerateResponse, inference_pb2.ChatResponse)
 
 _REASONS = {"stop": generation_pb2.FINISH_REASON_STOP, "length": generation_pb2.FINISH_REASON_LENGTH}
 
+_PIECE_IDS = 4096
+
 
 def prompt_info(job: Job) -> inference_pb2.PromptInfo:
     """The facts that come before any token."""
@@ -44,8 +46,13 @@ def choice(delta: Delta, tokenizer: TextTokenizer) -> inference_pb2.Choice:
 
 
 def tokenized(ids: Sequence[int], tokenizer: TextTokenizer) -> inference_pb2.TokenizeResponse:
-    """Ids, and each one's bytes."""
-    return inference_pb2.TokenizeResponse(token_ids=ids, raw=[tokenizer.token_bytes(i) for i in ids])
+    """Ids, and each one's bytes. Made in pieces: a single call for a million would keep the GIL from others."""
+    answer = inference_pb2.TokenizeResponse()
+    for start in range(0, len(ids), _PIECE_IDS):
+        piece = ids[start : start + _PIECE_IDS]
+        answer.token_ids.extend(piece)
+        answer.raw.extend([tokenizer.token_bytes(i) for i in piece])
+    return answer
 
 
 def usage(job: Job, completion_tokens: int, cached_tokens: int) -> inference_pb2.Usage:

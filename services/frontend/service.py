@@ -108,9 +108,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             sizes.check(request, self._limits)
             DOOR.check(request)
             ids = await self._intake.tokenize(request)
-            answer = await off_loop(len(ids), lambda: responses.tokenized(ids, self._model.tokenizer))
-            sizes.check_answer(answer, self._limits, "tokenize it in parts, or raise --max-message-bytes")
-            return answer
+            return await off_loop(len(ids), lambda: self._tokenized(ids))
 
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: Context
@@ -176,6 +174,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             raise
         finally:
             request.close()
+
+    def _tokenized(self, ids: tuple[int, ...]) -> inference_pb2.TokenizeResponse:
+        answer = responses.tokenized(ids, self._model.tokenizer)
+        sizes.check_answer(answer, self._limits, "tokenize it in parts, or raise --max-message-bytes")
+        return answer
 
     def _describe(self) -> inference_pb2.Model:
         facts = self._engine.facts
