@@ -12,7 +12,7 @@ import annotated_types
 from pydantic.fields import FieldInfo
 
 from services.cli.parts import config_type
-from services.common.config import SERVICES
+from services.common.config import HOST_PORT, SERVICES
 
 PATH = Path(__file__).parents[2] / "docs" / "configuration.md"
 
@@ -69,6 +69,8 @@ def _value(field: FieldInfo) -> str:
             limits.append(f"to {limit.le}")
         elif isinstance(limit, annotated_types.MinLen):
             limits.append("not empty")
+        elif limit is HOST_PORT:
+            limits.append("as HOST:PORT")
         else:
             raise TypeError(f"do not know how to put {limit!r} into words")
     return " ".join([_type(field.annotation), *limits])

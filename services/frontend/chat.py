@@ -91,7 +91,9 @@ class ChatEncoder:
             )
         if self._template is None:
             raise invalid(path, f"the model's chat template has an error, {self.fault}", "CHAT_TEMPLATE")
-        conversation = [{"role": role, "content": self._controls.mark(text)} for role, text in messages]
+        conversation = [
+            {"role": role, "content": self._controls.mark(text, answer=role == "assistant")} for role, text in messages
+        ]
         try:
             return self._template.render(messages=conversation, add_generation_prompt=True, **self._tokens)
         except _Refusal as error:

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from services.common.config import ServiceConfig
+from services.common.config import Address, ServiceConfig
 from services.frontend.request import Limits
 
 
@@ -16,7 +16,7 @@ class FrontendConfig(ServiceConfig):
     service: ClassVar[str] = "frontend"
 
     port: int = Field(50051, ge=0, le=65535, description="port to listen on; 0 takes a free one")
-    engine: str = Field("127.0.0.1:50052", description="HOST:PORT of the scheduler")
+    engine: Address = Field("127.0.0.1:50052", description="HOST:PORT of the scheduler")
     served_model_name: str | None = Field(
         None, min_length=1, description="name that requests use; unset: the name of the checkpoint's folder"
     )

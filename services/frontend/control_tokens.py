@@ -40,15 +40,22 @@ class ControlTokens:
             rf"(?<!\w){re.escape(token['content'])}(?!\w)" if token.get("single_word") else re.escape(token["content"])
             for token in sorted(controls, key=lambda token: -len(token["content"]))
         ]
-        self._in_user = re.compile("|".join(re.escape(c) for c in sorted(self._contents, key=len, reverse=True)))
+        self._in_user = _any_of(self._contents)
+        special = [token["content"] for token in controls if token.get("special")]
+        self._in_answer = _any_of(special) if special else None
         self._in_rendered = re.compile("|".join([rf"{self._mark}(\d{{6}})", *spellings]))
         self._tokenizer = _renamed(parsed, {content: self._name_of(i) for content, i in self._spelled.items()})
 
-    def mark(self, text: str) -> str:
-        """A user's text with each spelled control token replaced by a mark that a template carries through."""
-        if not self._contents:
+    def mark(self, text: str, *, answer: bool = False) -> str:
+        """A text with each spelled control token replaced by a mark that a template carries through.
+
+        In an `answer` of the model's only special tokens are: the others, such as </think>, are how it writes, and
+        templates look for them there.
+        """
+        pattern = self._in_answer if answer else self._in_user
+        if not self._contents or pattern is None:
             return text
-        return self._in_user.sub(lambda match: f"{self._mark}{self._spelled[match[0]]:06}", text)
+        return pattern.sub(lambda match: f"{self._mark}{self._spelled[match[0]]:06}", text)
 
     def encode(self, rendered: str) -> tuple[int, ...]:
         """Ids of a rendered chat: the template's control tokens are ids, marked ones are text. No BOS is added."""
@@ -74,6 +81,10 @@ def is_control(token: Mapping[str, Any]) -> bool:
     """
     content = token["content"].strip().strip("\N{LOWER ONE EIGHTH BLOCK}")
     return bool(content) and (bool(token.get("special")) or not (content[0].isalnum() or content[-1].isalnum()))
+
+
+def _any_of(contents: list[str]) -> re.Pattern[str]:
+    return re.compile("|".join(re.escape(content) for content in sorted(contents, key=len, reverse=True)))
 
 
 def _secret() -> str:

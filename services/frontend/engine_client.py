@@ -138,6 +138,9 @@ class EngineClient:
                     trouble, slow = _explain(error), error.code() in _MISMATCH
                 except EngineContractError as error:
                     trouble, slow = str(error), True
+                except Exception as error:  # a fault of ours must not leave a frontend that never attaches again
+                    log.exception("the engine's stream failed")
+                    trouble, slow = repr(error), True
                 finally:
                     was_attached = self._attached
                     self._detach()

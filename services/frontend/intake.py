@@ -44,6 +44,8 @@ class Intake:
             return await self._model.encode_text(request.text, add_special_tokens=_wants_special(request))
         if request.HasField("add_special_tokens"):
             raise invalid("add_special_tokens", "is for text; a chat has what its template writes")
+        if request.chat.HasField("options"):
+            raise invalid("chat.options", "is for a generation; it changes no ids of the prompt")
         self._model.check_name(request.chat.model)
         return await self._model.encode_chat(read_messages(request.chat, "chat.messages"), "chat.messages")
 

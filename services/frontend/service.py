@@ -156,6 +156,14 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             async for delta in self._deltas(job, choice, request_id, context):
                 yield response(choices=[responses.choice(delta, self._model.tokenizer)])
             yield response(usage=responses.usage(job, choice.num_tokens, choice.cached_tokens))
+            log.debug(
+                "request %s (label %r): %d prompt tokens, %d output tokens, stopped by %s",
+                request_id,
+                job.options.label,
+                len(job.prompt_ids),
+                choice.num_tokens,
+                choice.stopped,
+            )
 
     async def _deltas(self, job: Job, choice: Choice, request_id: str, context: Context) -> AsyncIterator[Delta]:
         if job.max_tokens == 0:

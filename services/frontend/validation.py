@@ -13,6 +13,10 @@ from services.frontend.request import SERVED_CHOICES, SERVED_LOGPROBS, Limits, O
 from services.frontend.sizes import at_most
 
 LABEL_BYTES = 128
+_LONGER = (
+    "start the scheduler with a larger --max-model-len, or a larger KV pool (--num-kv-blocks, the executor's "
+    "--kv-memory-bytes) where that is what bounds it"
+)
 _SAMPLING_FIELDS = (
     "temperature",
     "top_k",
@@ -74,8 +78,7 @@ def output_length(
         raise invalid(
             f"{path}.max_tokens",
             f"is {max_tokens}; with the prompt's {prompt_tokens} tokens that is {prompt_tokens + max_tokens}, the "
-            f"context holds {context_tokens}; ask for at most {room}, or start the scheduler with a larger "
-            "--max-model-len",
+            f"context holds {context_tokens}; ask for at most {room}, or {_LONGER}",
             "CONTEXT_EXCEEDED",
         )
     if options.min_tokens > max_tokens:
@@ -90,7 +93,7 @@ def check_fits(options: Options, *, prompt_tokens: int, context_tokens: int, pro
         raise invalid(
             prompt_field,
             f"the prompt has {prompt_tokens} tokens (max_tokens {wanted}), the context holds {context_tokens}; "
-            "shorten it or start the scheduler with a larger --max-model-len",
+            f"shorten it, or {_LONGER}",
             "PROMPT_TOO_LONG",
         )
 

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from services.common.config import ServiceConfig
+from services.common.config import Address, ServiceConfig
 
 
 class SchedulerConfig(ServiceConfig):
@@ -15,7 +15,7 @@ class SchedulerConfig(ServiceConfig):
     service: ClassVar[str] = "scheduler"
 
     port: int = Field(50052, ge=0, le=65535, description="port to listen on; 0 takes a free one")
-    executor: str = Field("127.0.0.1:50053", description="HOST:PORT of the executor")
+    executor: Address = Field("127.0.0.1:50053", description="HOST:PORT of the executor")
     served_model_name: str | None = Field(None, description="name told to frontends; unset: the checkpoint folder's")
     dtype: Literal["auto", "float32"] = Field("auto", description="of the weights in use; auto: float32 on a CPU")
     max_model_len: int | None = Field(None, ge=1, description="longest context in tokens; unset: the model's")

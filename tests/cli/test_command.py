@@ -11,6 +11,7 @@ import pytest
 
 from services.cli import docs, parts
 from services.cli.main import COMMANDS, main
+from services.common.checkpoint import FETCHED_FILES
 from services.common.config import SERVICES
 
 
@@ -101,7 +102,7 @@ def test_a_module_of_ours_that_is_not_there_is_no_missing_extra() -> None:
 def test_a_fetched_model_is_told_at_once_without_torch(tmp_path: Path) -> None:
     folder = tmp_path / "models" / "SmolLM2-135M-Instruct"
     folder.mkdir(parents=True)
-    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+    for name in FETCHED_FILES:
         (folder / name).touch()
     code = (
         f"import os; os.environ['TRIPTYCH_CACHE'] = {str(tmp_path)!r}; sys.modules['torch'] = None; "

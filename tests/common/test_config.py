@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -152,3 +153,20 @@ def test_a_list_is_a_flag_again_and_again_or_with_commas_and_json_in_the_environ
         assert resolved.lines()[-1].startswith("names: [a, b]  # ")
     with pytest.raises(StartError, match=r'names.*JSON: \["a", "b"\]'):
         load(Config, [], {"TRIPTYCH_SCHEDULER__NAMES": "a, b"})
+
+
+@pytest.mark.parametrize("value", ["nonsense", ":50052", "host:", "host:0", "127.0.0.1:99999"])
+def test_an_address_that_cannot_be_dialled_is_refused(value: str) -> None:
+    from services.scheduler.config import SchedulerConfig
+
+    with pytest.raises(StartError, match=re.escape("HOST:PORT is needed")):
+        load(SchedulerConfig, ["--executor", value], {})
+
+
+def test_a_truth_value_is_no_number(tmp_path: Path) -> None:
+    from services.scheduler.config import SchedulerConfig
+
+    file = tmp_path / "config.yaml"
+    file.write_text("scheduler: {port: true}\n")
+    with pytest.raises(StartError, match="port"):
+        load(SchedulerConfig, ["--config", str(file)], {})

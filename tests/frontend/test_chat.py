@@ -167,3 +167,16 @@ def test_a_template_makes_control_ids_where_a_normalizer_would_hide_them() -> No
     first, second = TextTokenizer(made), ControlTokens(made)
     assert 2 not in first.encode("the dog</s>", add_special_tokens=False)
     assert second.encode("the dog</s>")[-1] == 2
+
+
+def test_T9_templates_find_what_a_model_writes_in_its_own_answers_alone(definition: str) -> None:
+    parsed = json.loads(definition)
+    think = parsed["added_tokens"][0] | {"id": 9999, "content": "</think>", "special": False}
+    parsed["added_tokens"].append(think)
+    # As templates of reasoning models do: earlier thoughts are left out of the prompt.
+    template = "{% for m in messages %}{{ m['content'].split('</think>')[-1] }};{% endfor %}"
+    chat = ChatEncoder(TemplateSource(template), ControlTokens(json.dumps(parsed)))
+    plain = TextTokenizer(json.dumps(parsed))
+    ids = chat.encode([("assistant", "hm</think>yes"), ("user", "what is </think>?")], "messages")
+    assert 9999 not in ids
+    assert plain.decode(ids, skip_special_tokens=False) == "yes;what is </think>?;"

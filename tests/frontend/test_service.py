@@ -262,6 +262,7 @@ async def test_an_alias_is_as_good_as_the_name_in_every_call(text_model: Path) -
             asked = inference_pb2.ChatRequest(model=name, messages=[user("x")], options=options)
             await chat(served.channel, asked)
             await served.stub.Tokenize(inference_pb2.TokenizeRequest(model=name, text="x"))
+            asked.ClearField("options")
             await served.stub.Tokenize(inference_pb2.TokenizeRequest(chat=asked))
             await served.stub.Detokenize(inference_pb2.DetokenizeRequest(model=name, token_ids=[50]))
             model = (await served.stub.GetModel(inference_pb2.GetModelRequest(model=name))).model
@@ -360,6 +361,9 @@ async def test_tokenize_and_detokenize_are_inverse(served: Served) -> None:
         chat=inference_pb2.ChatRequest(messages=[user("x")]), add_special_tokens=True
     )
     assert fields_at_fault(await failure(served.stub.Tokenize(chat_request))) == ["add_special_tokens"]
+    chat_request.ClearField("add_special_tokens")
+    chat_request.chat.options.seed = 1
+    assert fields_at_fault(await failure(served.stub.Tokenize(chat_request))) == ["chat.options"]
 
 
 async def test_without_an_engine_text_is_served_and_generation_is_not(text_model: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from triptych.inference.v1 import generation_pb2, inference_pb2
@@ -142,23 +143,22 @@ class Model:
 
 def join(deltas: Iterable[Delta]) -> tuple[Delta, ...]:
     """Each choice's deltas in one, in the order of their index."""
-    joined: dict[int, Delta] = {}
+    of_choice: dict[int, list[Delta]] = {}
     for delta in deltas:
         if delta.usage is None:
-            before = joined.get(delta.index)
-            joined[delta.index] = delta if before is None else _add(before, delta)
-    return tuple(joined[index] for index in sorted(joined))
+            of_choice.setdefault(delta.index, []).append(delta)
+    return tuple(_joined(of_choice[index]) for index in sorted(of_choice))
 
 
-def _add(a: Delta, b: Delta) -> Delta:
+def _joined(parts: list[Delta]) -> Delta:
     return replace(
-        b,
-        text=a.text + b.text,
-        token_ids=a.token_ids + b.token_ids,
-        raw=a.raw + b.raw,
-        logprobs=a.logprobs + b.logprobs,
-        reasoning=a.reasoning + b.reasoning,
-        tool_calls=_join_tool_calls(a.tool_calls + b.tool_calls),
+        parts[-1],
+        text="".join(part.text for part in parts),
+        token_ids=tuple(chain.from_iterable(part.token_ids for part in parts)),
+        raw=b"".join(part.raw for part in parts),
+        logprobs=tuple(chain.from_iterable(part.logprobs for part in parts)),
+        reasoning="".join(part.reasoning for part in parts),
+        tool_calls=_join_tool_calls(tuple(chain.from_iterable(part.tool_calls for part in parts))),
     )
 
 
