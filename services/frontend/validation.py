@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from triptych.inference.v1 import generation_pb2, inference_pb2
 
-from services.common.errors import RequestError, invalid, unserved
+from services.common.errors import invalid, unserved
+from services.common.sampling import LOGIT_BIAS, RANGES, Range
 from services.frontend.request import SERVED_CHOICES, SERVED_LOGPROBS, Limits, Options, Sampling
 from services.frontend.sizes import at_most
 
@@ -16,15 +17,6 @@ LABEL_BYTES = 128
 _LONGER = (
     "start the scheduler with a larger --max-model-len, or a larger KV pool (--num-kv-blocks, the executor's "
     "--kv-memory-bytes) where that is what bounds it"
-)
-_SAMPLING_FIELDS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
 )
 
 
@@ -100,21 +92,18 @@ def check_fits(options: Options, *, prompt_tokens: int, context_tokens: int, pro
 
 def check_sampling(sampling: Sampling, path: str) -> None:
     """Raises INVALID_ARGUMENT for the first value out of the contract's range; NaN and infinities are out of range."""
-    _within(sampling.temperature, 0, 100, f"{path}.temperature")
-    _within(sampling.top_p, 0, 1, f"{path}.top_p", open_low=True)
-    _within(sampling.min_p, 0, 1, f"{path}.min_p")
-    _within(sampling.repetition_penalty, 0, 10, f"{path}.repetition_penalty", open_low=True)
-    _within(sampling.presence_penalty, -2, 2, f"{path}.presence_penalty")
-    _within(sampling.frequency_penalty, -2, 2, f"{path}.frequency_penalty")
-    if sampling.top_k < -1:
-        raise invalid(f"{path}.top_k", f"is {sampling.top_k}; -1 and 0 turn it off, else it is 1 or more")
+    for name, allowed in RANGES.items():
+        value = getattr(sampling, name)
+        if name == "top_k" and value not in allowed:
+            raise invalid(f"{path}.top_k", f"is {value}; -1 and 0 turn it off, else it is 1 or more")
+        _within(value, allowed, f"{path}.{name}")
 
 
 def _read_sampling(
     sampling: generation_pb2.Sampling, defaults: Sampling, limits: Limits, vocab_size: int, path: str
 ) -> Sampling:
     fields = {field.name for field, _ in sampling.ListFields()}
-    given = {name: getattr(sampling, name) for name in _SAMPLING_FIELDS if name in fields}
+    given = {name: getattr(sampling, name) for name in RANGES if name in fields}
     resolved = replace(defaults, **given)
     check_sampling(resolved, path)
     if resolved.top_k <= 0 or resolved.top_k >= vocab_size:
@@ -131,7 +120,7 @@ def _read_bias(
         if token_id >= vocab_size:
             raise invalid(f"{path}[{token_id}]", f"ids lie below the vocabulary size, {vocab_size}")
         if value != -math.inf:
-            _within(value, -100, 100, f"{path}[{token_id}]", or_else=" or -inf")
+            _within(value, LOGIT_BIAS, f"{path}[{token_id}]", or_else=" or -inf")
     return bias
 
 
@@ -172,11 +161,6 @@ def _read_label(label: str, path: str) -> str:
     return label
 
 
-def _within(value: float, low: float, high: float, path: str, *, open_low: bool = False, or_else: str = "") -> None:
-    fits = low < value <= high if open_low else low <= value <= high
-    if not fits:  # also NaN
-        raise _out_of_range(value, f"{'(' if open_low else '['}{low}, {high}]{or_else}", path)
-
-
-def _out_of_range(value: float, allowed: str, path: str) -> RequestError:
-    return invalid(path, f"is {value:g}; it must be in {allowed}")
+def _within(value: float, allowed: Range, path: str, *, or_else: str = "") -> None:
+    if value not in allowed:
+        raise invalid(path, f"is {value:g}; it must be in {allowed}{or_else}")
