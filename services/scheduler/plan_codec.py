@@ -41,8 +41,8 @@ def encode_plan(plan: StepPlan) -> executor_pb2.RunRequest:
         computed_tokens=plan.computed_tokens,
         deadline_ms=deadline_ms(plan),
     )
-    if plan.new_blocks:
-        message.groups.add(new_blocks=np.array(plan.new_blocks, dtype="<u4").tobytes())
+    if plan.new_blocks or plan.copies:
+        message.groups.add(new_blocks=_pairs(plan.new_blocks), copies=_pairs(plan.copies))
     return executor_pb2.RunRequest(plan=message)
 
 
@@ -52,6 +52,7 @@ def _encode_start(start: Start) -> executor_pb2.NewRequest:
         slot=start.slot,
         token_ids=start.token_ids.astype("<u4", copy=False).tobytes(),
         prompt_tokens=len(submission.prompt_ids),
+        computed_tokens=start.num_computed,
         block_ids=[column(start.block_ids)],
         sampling=submission.sampling,
         seed=submission.seed,
@@ -97,6 +98,10 @@ def _decode_logprobs(message: executor_pb2.StepResult, num_ids: int) -> OwnLogpr
 def column(numbers: Iterable[int], dtype: str = "<u4") -> bytes:
     """Little-endian bytes of a column."""
     return np.fromiter(numbers, dtype=dtype).tobytes()
+
+
+def _pairs(pairs: Sequence[tuple[int, int]]) -> bytes:
+    return np.array(pairs, dtype="<u4").tobytes()
 
 
 def _tail(counts: Sequence[int]) -> bytes:

@@ -22,20 +22,23 @@ class InvariantError(AssertionError):
 class Start:
     """A request named whole: its first step since it was submitted or preempted.
 
-    `token_ids` is uint32 [prompt + output so far]; none of them is computed yet.
+    `token_ids` is uint32 [prompt + output so far]; the KV of the first `num_computed`, at least one fewer, is in the
+    blocks already.
     """
 
     slot: int
     submission: Submission
     token_ids: npt.NDArray[np.uint32]
     block_ids: list[int]
+    num_computed: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
     """One step. `slots` and `token_counts` are its rows, those that compute one token first.
 
-    `freed_slots` are freed before anything starts, `new_blocks` are (slot, block) pairs appended to tables.
+    `freed_slots` are freed before anything starts, `new_blocks` are (slot, block) pairs appended to tables, `copies`
+    are (source, destination) blocks copied after the writes of earlier steps and before those of this one.
     `computed_tokens` is the sum, over the rows, of the tokens computed before this step.
     """
 
@@ -46,6 +49,7 @@ class StepPlan:
     slots: list[int]
     token_counts: list[int]
     computed_tokens: int
+    copies: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
