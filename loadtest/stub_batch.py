@@ -104,7 +104,7 @@ class Batch:
 
     def __post_init__(self) -> None:
         self._reusable_from: dict[int, int] = {}
-        self._owner: dict[int, int] = {}  # block: slot
+        self._owners: dict[int, set[int]] = {}  # block: slots
         self._kv: npt.NDArray[np.uint32] = np.full(self.num_blocks * self.block_tokens, _EMPTY)
 
     def take(self, plan: executor_pb2.StepPlan) -> list[Row]:
@@ -122,18 +122,19 @@ class Batch:
         if len(plan.groups) > 1:
             raise PlanError(f"{len(plan.groups)} group updates for one KV group")
         for group in plan.groups:
-            if group.copies:
-                raise PlanError("copies are not served")
             pairs = _column(group.new_blocks)
             for number, block in zip(pairs[::2], pairs[1::2], strict=True):
                 self._own(number, block)
                 self._slot(number).table.append(block)
+            copies = _column(group.copies)
+            for source, destination in zip(copies[::2], copies[1::2], strict=True):
+                self._copy(source, destination)
         return self._compute(plan)
 
     @property
     def num_blocks_held(self) -> int:
         """Blocks in tables."""
-        return len(self._owner)
+        return len(self._owners)
 
     def next_id(self, slot: Slot) -> int:
         """What the row samples, before any fault is put in. Stop ids are not drawn before min_tokens."""
@@ -146,7 +147,9 @@ class Batch:
     def _free(self, number: int, step: int) -> None:
         slot = self._slot(number)
         for block in slot.table:
-            del self._owner[block]
+            self._owners[block].discard(number)
+            if not self._owners[block]:
+                del self._owners[block]
         del self.slots[number]
         self._reusable_from[number] = step + self.max_in_flight
 
@@ -158,8 +161,11 @@ class Batch:
             raise PlanError(f"slot {number} is in use")
         if step < self._reusable_from.get(number, 0):
             raise PlanError(f"slot {number} is reusable from step {self._reusable_from[number]}, not {step}")
-        if not 0 < request.prompt_tokens <= len(ids) or request.computed_tokens:
-            raise PlanError(f"slot {number}: {len(ids)} ids, {request.prompt_tokens} of the prompt")
+        if not 0 < request.prompt_tokens <= len(ids) or request.computed_tokens >= len(ids):
+            computed = request.computed_tokens
+            raise PlanError(
+                f"slot {number}: {len(ids)} ids, {request.prompt_tokens} of the prompt, {computed} computed"
+            )
         if max(ids) >= self.vocab_size:
             raise PlanError(f"slot {number}: id {max(ids)} is outside the vocabulary")
         if len(request.block_ids) != 1:
@@ -174,7 +180,7 @@ class Batch:
             seed=request.seed,
             prompt_tokens=request.prompt_tokens,
             ids=ids,
-            computed=0,
+            computed=request.computed_tokens,
             table=table,
             stop_ids=frozenset(_column(request.stop_ids)),
             min_tokens=request.min_tokens,
@@ -185,9 +191,15 @@ class Batch:
     def _own(self, number: int, block: int) -> None:
         if not 0 < block < self.num_blocks:
             raise PlanError(f"block {block} is outside [1, {self.num_blocks})")
-        if block in self._owner:
-            raise PlanError(f"block {block} for slot {number} is slot {self._owner[block]}'s")
-        self._owner[block] = number
+        if number in self._owners.setdefault(block, set()):
+            raise PlanError(f"block {block} is twice in the table of slot {number}")
+        self._owners[block].add(number)
+
+    def _copy(self, source: int, destination: int) -> None:
+        if not 0 < source < self.num_blocks or len(self._owners.get(destination, ())) != 1:
+            raise PlanError(f"block {source} cannot be copied to {destination}")
+        size = self.block_tokens
+        self._kv[destination * size : (destination + 1) * size] = self._kv[source * size : (source + 1) * size]
 
     def _slot(self, number: int) -> Slot:
         if number not in self.slots:
@@ -216,6 +228,9 @@ class Batch:
             raise PlanError(f"slot {number}: {count} tokens after {slot.computed} of {len(slot.ids)}")
         if end > len(slot.table) * self.block_tokens:
             raise PlanError(f"slot {number}: {end} tokens in {len(slot.table)} blocks of {self.block_tokens}")
+        written = slot.table[slot.computed // self.block_tokens : -(-end // self.block_tokens)]
+        if shared := [block for block in written if len(self._owners[block]) > 1]:
+            raise PlanError(f"slot {number}: writes into block {shared[0]}, which others read")
         self._kv[self._places(slot, slot.computed, end)] = slot.ids[slot.computed : end]
         slot.computed = end
         samples = end == len(slot.ids)

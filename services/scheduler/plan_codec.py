@@ -55,7 +55,7 @@ def _encode_start(start: Start) -> executor_pb2.NewRequest:
         computed_tokens=start.num_computed,
         block_ids=[column(start.block_ids)],
         sampling=submission.sampling,
-        seed=submission.seed,
+        seed=start.seed,
         min_tokens=submission.min_tokens,
         stop_ids=column(sorted(submission.stop_ids)),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.scheduler.core.blocks import BlockPool
+from services.scheduler.core.kv_events import Cleared, Removed, Stored
 from services.scheduler.core.slots import SlotPool
 
 
@@ -14,13 +15,62 @@ def test_the_null_block_is_never_handed_out() -> None:
     assert pool.num_free == 0
 
 
-def test_freed_blocks_are_taken_last_in_the_order_they_were_given_back() -> None:
+def stored(name: str, parent: str = "") -> Stored:
+    return Stored(name.encode(), parent.encode(), b"")
+
+
+def test_a_freed_block_that_nobody_can_find_is_taken_first() -> None:
     pool = BlockPool(6)
-    taken = pool.take(3)
-    assert taken == [1, 2, 3]
-    pool.release([3, 1])
-    assert pool.free_list() == [4, 5, 3, 1]
-    assert pool.take(3) == [4, 5, 3]
+    assert pool.take(3) == [1, 2, 3]
+    pool.release([3])
+    assert pool.free_list() == [3, 4, 5]
+
+
+def test_cached_blocks_are_taken_last_and_in_the_order_they_were_given_back() -> None:
+    pool = BlockPool(6)
+    pool.take(3)
+    pool.store(1, stored("a"))
+    pool.store(2, stored("b", "a"))
+    pool.release([3, 2, 1])  # from the end
+    assert pool.free_list() == [3, 4, 5, 2, 1]
+    assert pool.take(4) == [3, 4, 5, 2]
+    assert pool.match([b"a", b"b"]) == [1]
+    assert pool.events == [stored("a"), stored("b", "a"), Removed(b"b")]
+
+
+def test_a_match_is_the_longest_prefix() -> None:
+    pool = BlockPool(6)
+    for block, name in zip(pool.take(3), "abd", strict=True):
+        pool.store(block, stored(name))
+    assert pool.match([b"a", b"b", b"c", b"d"]) == [1, 2]
+    assert pool.match([b"x", b"a"]) == []
+
+
+def test_a_held_match_is_not_taken() -> None:
+    pool = BlockPool(4)
+    pool.store(pool.take(1)[0], stored("a"))
+    pool.release([1])
+    (found,) = pool.match([b"a"])
+    pool.hold(found)
+    assert pool.take(2) == [2, 3]
+    assert (pool.num_free, pool.match([b"a"])) == (0, [1])
+
+
+def test_one_block_a_digest_and_one_digest_a_block() -> None:
+    pool = BlockPool(4)
+    one, other = pool.take(2)
+    pool.store(one, stored("a"))
+    pool.store(other, stored("a"))
+    pool.store(one, stored("b"))
+    assert (pool.match([b"a"]), pool.match([b"b"]), pool.num_cached) == ([one], [], 1)
+
+
+def test_a_flush_makes_nothing_findable_and_says_so_once() -> None:
+    pool = BlockPool(4)
+    pool.store(pool.take(1)[0], stored("a"))
+    assert (pool.flush(), pool.flush()) == (1, 0)
+    assert (pool.match([b"a"]), pool.cached()) == ([], [])
+    assert pool.events == [stored("a"), Cleared()]
 
 
 def test_a_shared_block_is_free_when_its_last_holder_has_left() -> None:

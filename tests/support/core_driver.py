@@ -120,7 +120,7 @@ class CoreDriver:
         assert plan.num_tokens <= self.limits.max_step_tokens
         self.plans.append(plan)
         for start in plan.started:
-            self._slot_keys[start.slot] = start.submission.key
+            self._slot_keys[start.slot] = start.key
         self._results.append(self._execute(plan))
         return plan
 

@@ -9,54 +9,94 @@ from services.scheduler.core.step import ResultError, Start, StepPlan, StepResul
 
 
 @dataclass
+class Chunk:
+    """A row of a prefill."""
+
+    request: Request
+    count: int
+
+
+@dataclass
 class Step:
-    """`budget` counts the tokens it may still compute; `samples[i]` is 1 where row i is to sample an id, else 0."""
+    """`budget` counts the tokens it may still compute. Rows that compute one token come first, since most do."""
 
     number: int
     budget: int
     started: list[Start] = field(default_factory=list)
     new_blocks: list[tuple[int, int]] = field(default_factory=list)
-    rows: list[tuple[Request, int]] = field(default_factory=list)  # (request, tokens to compute)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    singles: list[Request] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
     row_slots: list[int] = field(default_factory=list)
+    token_counts: list[int] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
+    """1 where a row is to sample an id, else 0."""
 
-    def add_row(self, request: Request, count: int) -> None:
+    def add_chunk(self, request: Request, count: int) -> None:
         """`request` computes `count` tokens in it."""
-        self.rows.append((request, count))
+        self.chunks.append(Chunk(request, count))
         self.budget -= count
+
+    def use_up(self) -> None:
+        """Gives what is left of the budget to prefills that do not end in it, oldest first."""
+        for chunk in self.chunks:
+            if self.budget == 0:
+                return
+            more = min(self.budget, chunk.request.num_to_compute - chunk.count)
+            chunk.count += more
+            self.budget -= more
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no rows."""
+        return not self.singles and not self.chunks
 
     def depart(self, freed_slots: list[int]) -> StepPlan:
         """The finished plan; its requests move forward now."""
-        self.rows.sort(key=lambda row: row[1] != 1)  # stable: rows that compute one token first
         number, computed_before = self.number, 0
-        for request, count in self.rows:
-            computed = request.num_computed
-            computed_before += computed
-            request.num_computed = computed = computed + count
+        singles = self.singles
+        # One token may be a prompt of one, or what was left of a longer one.
+        singles += [chunk.request for chunk in self.chunks if chunk.count == 1]
+        chunks = [chunk for chunk in self.chunks if chunk.count > 1]
+        for request in singles:
+            computed_before += request.num_computed
+            request.num_computed = computed = request.num_computed + 1
             request.last_step = number
             if computed == request.num_tokens:
-                request.num_pending += 1
-                request.num_tokens += 1
+                request.num_tokens = computed + 1
                 self.samples.append(1)
             else:
                 self.samples.append(0)
-            self.row_slots.append(request.slot)
+        for chunk in chunks:
+            request = chunk.request
+            computed_before += request.num_computed
+            request.num_computed += chunk.count
+            request.last_step = number
+            self.samples.append(int(request.num_computed == request.num_tokens))
+            request.num_tokens += self.samples[-1]
+        self.requests = [*singles, *(chunk.request for chunk in chunks)]
+        self.row_slots = [request.slot for request in self.requests]
+        self.token_counts = [1] * len(singles) + [chunk.count for chunk in chunks]
         return StepPlan(
-            step=self.number,
+            step=number,
             freed_slots=freed_slots,
             started=self.started,
             new_blocks=self.new_blocks,
             slots=self.row_slots,
-            token_counts=[count for _, count in self.rows],
+            token_counts=self.token_counts,
             computed_tokens=computed_before,
+            copies=self.copies,
         )
 
     def check(self, result: StepResult) -> None:
         """Raises ResultError unless `result` answers this step."""
         if result.step != self.number:
             raise ResultError(f"a result for step {result.step}, but {self.number} is the next in flight")
-        if len(result.token_counts) != len(self.rows):
-            raise ResultError(f"step {self.number} has {len(self.rows)} rows, its result {len(result.token_counts)}")
+        if len(result.token_counts) != len(self.requests):
+            raise ResultError(
+                f"step {self.number} has {len(self.requests)} rows, its result {len(result.token_counts)}"
+            )
         if sum(result.token_counts) != len(result.token_ids):
             counted = sum(result.token_counts)
             raise ResultError(f"step {self.number}: counts say {counted} ids, there are {len(result.token_ids)}")

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """What the core works within. `num_blocks` counts the null block; a slot's reuse follows `max_in_flight`."""
+    """What the core works within. `num_blocks` counts the null block; a slot's reuse follows `max_in_flight`.
+
+    A tenant may fill `tenant_share` of the queue. `prefill_reserve` is how many tokens of a step a prompt that does not
+    end in it leaves to requests behind it. A request that waits for blocks is overtaken by at most `max_overtakes`
+    others.
+    """
 
     vocab_size: int
     context_tokens: int
@@ -17,6 +22,10 @@ class Limits:
     max_step_tokens: int
     max_waiting: int
     max_in_flight: int = 1
+    max_waiting_tokens: int = 1 << 40
+    tenant_share: float = 1.0
+    prefill_reserve: int = 0
+    max_overtakes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "context_tokens", "block_tokens", "max_slots", "max_step_tokens", "max_in_flight"):

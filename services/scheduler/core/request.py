@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from services.scheduler.core.tenants import Account
+
 NO_SLOT = -1
 NEVER = -1
+DIGEST_BYTES = 32
 
 
 class RequestKey(NamedTuple):
@@ -24,8 +27,11 @@ class RequestKey(NamedTuple):
 class Submission:
     """What a frontend asks for, checked and resolved.
 
-    `prompt_ids` is uint32 [prompt]; `sampling` crosses the core unread; `seed` is uint64, of this choice. A stop id
-    counts from output position `min_tokens` on. Times are ns of the clock that is passed to the core.
+    Choice i has the key's request_id + i; `seed` is choice 0's, `more_seeds` the others', uint64. `prompt_ids` is uint32
+    [prompt]; `sampling` crosses the core unread. A stop id counts from output position `min_tokens` on. Lower
+    `priority` runs first. `digests` are those of the prompt's full blocks, 32 bytes each, chained to `root_digest`;
+    without a root the request has no part in the prefix cache, and with `reads_cache` false it fills it only. Times are
+    ns of the clock that is passed to the core.
     """
 
     key: RequestKey
@@ -37,6 +43,22 @@ class Submission:
     sampling: Any = None
     logprobs: int | None = None
     deadline_ns: int | None = None
+    more_seeds: tuple[int, ...] = ()
+    priority: int = 0
+    tenant: str = ""
+    root_digest: bytes = b""
+    digests: bytes = b""
+    reads_cache: bool = True
+
+    @property
+    def num_choices(self) -> int:
+        """Choices to run."""
+        return 1 + len(self.more_seeds)
+
+    def keys(self) -> list[RequestKey]:
+        """Of its choices."""
+        frontend, first = self.key
+        return [RequestKey(frontend, first + i) for i in range(self.num_choices)]
 
 
 class FinishReason(Enum):
@@ -52,6 +74,7 @@ class FailureKind(Enum):
     INVALID = "invalid"
     TOO_LONG = "too long"
     QUEUE_FULL = "queue full"
+    TENANT_OVER_SHARE = "tenant over its share"
     DEADLINE = "deadline"
     BAD_TOKEN_ID = "bad token id"
     ROW_FAILED = "row failed"
@@ -71,61 +94,111 @@ class Failure:
 class Request:
     """One choice that runs or waits.
 
-    `num_tokens` counts prompt and output, sampled ids that are still on their way included (`num_pending` of them);
-    `num_computed` counts those whose KV is in `blocks` once the steps planned so far are done.
+    `num_tokens` counts prompt and output, sampled ids that are still on their way included; `num_computed` counts those
+    whose KV is in `blocks` once the steps planned so far are done, `num_stored` those whose step was applied.
     """
 
     __slots__ = (
+        "account",
         "blocks",
+        "cached_tokens",
+        "digests",
         "ended",
         "first_token_ns",
         "key",
+        "last_computed",
         "last_step",
         "max_tokens",
-        "max_total_tokens",
         "min_tokens",
+        "next_stored",
         "num_computed",
-        "num_pending",
+        "num_stored",
         "num_tokens",
         "output",
+        "overtaken",
         "preemptions",
         "queued_ns",
+        "queued_tokens",
+        "rank",
         "scheduled_ns",
+        "seed",
+        "siblings",
         "slot",
         "stop_ids",
         "submission",
     )
 
-    def __init__(self, submission: Submission, queued_ns: int) -> None:
+    def __init__(
+        self,
+        submission: Submission,
+        choice: int,
+        arrival: int,
+        queued_ns: int,
+        account: Account,
+        digests: list[bytes],
+        siblings: list[Request],
+    ) -> None:
         self.submission = submission
-        self.key = submission.key
+        self.key = RequestKey(submission.key.frontend, submission.key.request_id + choice)
+        self.seed = submission.more_seeds[choice - 1] if choice else submission.seed
+        self.rank = (submission.priority, arrival)
+        """Lower runs first, and is preempted last."""
+        self.account = account
+        self.siblings = siblings
+        """The choices of its request that have not ended, itself included."""
         self.stop_ids = submission.stop_ids  # these three here too: they are read for every id
         self.min_tokens = submission.min_tokens
         self.max_tokens = submission.max_tokens
         self.output: list[int] = []
         self.num_tokens = len(submission.prompt_ids)
-        self.max_total_tokens = self.num_tokens + submission.max_tokens
-        self.num_pending = 0
+        self.last_computed = self.num_tokens + submission.max_tokens - 1
+        """Tokens that are ever computed: the very last id that max_tokens allows needs no KV."""
         self.num_computed = 0
+        self.num_stored = 0
+        self.digests = digests
+        """Of full blocks, in order: the prompt's (a list that all choices share), then those of this choice's output."""
+        self.next_stored = 0
+        """`num_stored` from which the next block is full and wants its digest; NEVER where none does."""
         self.blocks: list[int] = []
         self.slot = NO_SLOT
         self.last_step = NEVER  # the last planned step that has a row of it
         self.ended = False
         self.preemptions = 0
+        self.overtaken = 0
+        self.queued_tokens = 0
+        self.cached_tokens = 0
         self.queued_ns = queued_ns
         self.scheduled_ns = 0
         self.first_token_ns = 0
 
     @property
+    def prompt_tokens(self) -> int:
+        """Ids of the prompt."""
+        return len(self.submission.prompt_ids)
+
+    @property
+    def num_known(self) -> int:
+        """Ids that are here: prompt, and output applied."""
+        return len(self.submission.prompt_ids) + len(self.output)
+
+    @property
     def num_to_compute(self) -> int:
-        """Tokens whose KV is still missing. The very last id that max_tokens allows needs none."""
-        return min(self.num_tokens, self.max_total_tokens - 1) - self.num_computed
+        """Tokens whose KV is still missing."""
+        return min(self.num_tokens, self.last_computed) - self.num_computed
 
     def token_ids(self) -> npt.NDArray[np.uint32]:
         """Prompt, then output, uint32."""
         if not self.output:
             return self.submission.prompt_ids
         return np.concatenate([self.submission.prompt_ids, np.array(self.output, dtype=np.uint32)])
+
+    def column(self, start: int, stop: int) -> bytes:
+        """Ids start..stop-1 as a little-endian uint32 column."""
+        prompt, split = self.submission.prompt_ids, len(self.submission.prompt_ids)
+        head = prompt[start:stop].astype("<u4", copy=False).tobytes() if start < split else b""
+        if stop <= split:
+            return head
+        return head + np.array(self.output[max(0, start - split) : stop - split], dtype="<u4").tobytes()
 
     def stops_at(self, token_id: int) -> bool:
         """Whether `token_id`, the last of the output, is a stop id where one counts."""

@@ -4,25 +4,38 @@ Pure: no I/O, no threads, no clock of its own; times are passed in as ns. The lo
 
     plan = core.plan(now); result = <the executor's answer>; updates = core.apply(result, now)
 
-A plan moves a request forward at once (`num_computed`, and a pending id where it samples), so that the next plan can be
-made before the result is there; `apply` fills in the ids. Running requests come first, in order of arrival, then the
-head of the queue while slots, blocks and the token budget allow. A request is admitted with blocks for all its tokens;
-after that it grows a block at a time, and when none is left the newest running request is preempted: it gives up slot
-and blocks, returns to the head of the queue and is computed again. The oldest is never preempted for another and fits
-alone (see `submit`), so it always moves.
+A plan moves a request forward at once (`num_computed`, and an id to come where it samples), so that the next plan can
+be made before the result is there; `apply` fills in the ids. A step is filled in this order, by rank (priority, then
+arrival) within each:
+
+1. decodes: one token for each request that generates;
+2. prefills under way, and then those that wait, as the queue's order, slots, blocks and the token budget allow. One
+   that does not end in the step leaves a reserve to those behind it (Agrawal et al. 2024, "Sarathi-Serve", which mixes
+   chunks of prompts into decode steps); what nobody uses goes back to it.
+
+A request starts with blocks for all its tokens, cached or a sibling's where they exist (`placement`); after that it
+grows a block at a time, and when none is left the last by rank is preempted: it gives up slot and blocks, waits before
+all of its priority that never ran, and finds what is still cached of it when it returns. The first by rank is never
+preempted for another and fits alone (see `gate`), so it always moves.
 """
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 
-from services.scheduler.core import books
+from services.scheduler.core import books, gate
 from services.scheduler.core.blocks import BlockPool
+from services.scheduler.core.deadlines import Deadlines
 from services.scheduler.core.in_flight import Step
+from services.scheduler.core.kv_events import KvEvent, Stored
 from services.scheduler.core.limits import Limits
+from services.scheduler.core.placement import Placement, fits, place
 from services.scheduler.core.request import (
+    DIGEST_BYTES,
     NO_SLOT,
     Failure,
     FailureKind,
@@ -42,28 +55,48 @@ from services.scheduler.core.step import (
     StepResult,
     Updates,
 )
+from services.scheduler.core.tenants import OUTPUT_WEIGHT, PROMPT_WEIGHT, Tenants
 from services.scheduler.core.waiting import WaitingQueue
 
-_SPARE_DEADLINES = 64
-"""Below so many there is nothing to gain from clearing out."""
+ChainedDigest = Callable[[bytes, bytes], bytes]
+"""(digest of the block before, column of the block's ids) to the block's digest."""
+
+_NO_BLOCK = 1 << 62
+"""`next_stored` of a request whose blocks are not to be found again."""
+
+_LOOK_AHEAD = 16
+"""Requests of the queue that are looked at for one that can start."""
 
 
 class Scheduler:
-    """Requests of one engine. Every method returns at once and leaves the books balanced."""
+    """Requests of one engine. Every method returns at once and leaves the books balanced.
 
-    def __init__(self, limits: Limits) -> None:
+    Without `chained_digest` there is no prefix cache.
+    """
+
+    def __init__(self, limits: Limits, chained_digest: ChainedDigest | None = None) -> None:
         self.limits = limits
         self.preemptions = 0
+        self.prefix_query_tokens = 0
+        """Prompt tokens of the requests that started and read the prefix cache."""
+        self.prefix_hit_tokens = 0
+        """Of these, the ones found there."""
+        self.dropped_tokens = 0
+        """Ids sampled past the end of their request."""
+        self._chained_digest = chained_digest
+        self._kv_events: list[KvEvent] = []
         self._requests: dict[RequestKey, Request] = {}
-        self._waiting = WaitingQueue()
-        self._deadlines: list[tuple[int, RequestKey]] = []  # a heap; entries outlive their request
+        self._tenants = Tenants()
+        self._waiting = WaitingQueue(self._tenants)
+        self._deadlines = Deadlines()
+        self._arrivals = 0
         self._next_step = 1
         self._begin_epoch()
 
     def _begin_epoch(self) -> None:
-        self._pool = BlockPool(self.limits.num_blocks)
+        self._pool = BlockPool(self.limits.num_blocks, self._kv_events)
         self._slots = SlotPool(self.limits.max_slots, self.limits.max_in_flight)
-        self._running: dict[RequestKey, Request] = {}  # in order of arrival
+        self._running: list[Request] = []  # by rank
         self._leaving: list[Request] = []  # ended while a step with a row of theirs is in flight
         self._in_flight: deque[Step] = deque()
         self._applied_step = self._next_step - 1
@@ -97,8 +130,13 @@ class Scheduler:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that nobody holds."""
+        """Blocks that nobody holds, cached ones included."""
         return self._pool.num_free
+
+    @property
+    def cached_blocks(self) -> int:
+        """Blocks that the prefix cache can find, held ones included."""
+        return self._pool.num_cached
 
     @property
     def num_in_flight(self) -> int:
@@ -113,7 +151,7 @@ class Scheduler:
     @property
     def next_deadline_ns(self) -> int | None:
         """When `expire` may next have something to do."""
-        return self._deadlines[0][0] if self._deadlines else None
+        return self._deadlines.next_ns
 
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._requests
@@ -125,50 +163,52 @@ class Scheduler:
     # -- requests come and go
 
     def submit(self, submission: Submission, now_ns: int) -> Failure | None:
-        """Queues a request, or says why not. What can never fit, and what finds the queue full, is refused here."""
-        failure = self._refusal(submission)
+        """Queues all choices of a request, or says why none. What can never fit is refused, and what finds no room."""
+        failure = self._id_failure(submission) or gate.length_failure(submission, self.limits)
         if failure is not None:
             return failure
-        request = Request(submission, now_ns)
-        self._requests[request.key] = request
-        self._waiting.append(request)
-        if submission.deadline_ns is not None:
-            self._remember_deadline(submission.deadline_ns, request.key)
+        digests = self._digests_of(submission)
+        num_tokens = len(submission.prompt_ids)
+        if submission.reads_cache:
+            num_tokens -= self.limits.block_tokens * len(self._pool.match(digests))
+        failure = gate.queue_failure(
+            submission,
+            self.limits,
+            startable=self.limits.max_slots - self._slots.num_held,
+            waiting=len(self._waiting),
+            waiting_tokens=self._waiting.num_tokens,
+            tenant_waiting=self._tenants.num_waiting(submission.tenant),
+            num_tokens=num_tokens,
+        )
+        if failure is not None:
+            return failure
+        account = self._tenants.open(submission.tenant, submission.num_choices)
+        siblings: list[Request] = []
+        for choice in range(submission.num_choices):
+            request = Request(submission, choice, self._arrivals, now_ns, account, digests.copy(), siblings)
+            self._arrivals += 1
+            siblings.append(request)
+            self._requests[request.key] = request
+            self._waiting.append(request, 1 if choice else num_tokens)
+            if submission.deadline_ns is not None:
+                self._deadlines.add(submission.deadline_ns, request.key, len(self._requests), self.__contains__)
         return None
 
-    def _remember_deadline(self, deadline_ns: int, key: RequestKey) -> None:
-        heapq.heappush(self._deadlines, (deadline_ns, key))
-        # Entries outlive their requests; more than half of them gone, the rest is made a heap anew.
-        if len(self._deadlines) > 2 * len(self._requests) + _SPARE_DEADLINES:
-            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._requests]
-            heapq.heapify(self._deadlines)
-
-    def _refusal(self, submission: Submission) -> Failure | None:
-        key, limits = submission.key, self.limits
-        prompt_tokens = len(submission.prompt_ids)
-        if key in self._requests:
-            return Failure(key, FailureKind.INVALID, f"request_id: {key.request_id} is in use; use each id once")
-        if prompt_tokens < 1 or submission.max_tokens < 1:
-            return Failure(key, FailureKind.INVALID, "prompt_ids and max_tokens: a request needs at least 1 of each")
-        if prompt_tokens + submission.max_tokens > limits.context_tokens:
-            message = (
-                f"prompt has {prompt_tokens} tokens and max_tokens is {submission.max_tokens}, the context holds "
-                f"{limits.context_tokens} (the KV pool {limits.pool_tokens}); shorten one of them, or start the "
-                "scheduler with a larger --max-model-len or --num-kv-blocks"
-            )
-            return Failure(key, FailureKind.TOO_LONG, message)
-        # What could start at once does not count as waiting.
-        startable = limits.max_slots - self._slots.num_held
-        if len(self._waiting) >= limits.max_waiting + startable:
-            message = (
-                f"{len(self._waiting)} requests wait, the limit is --max-waiting-requests {limits.max_waiting}; "
-                "try again later"
-            )
-            return Failure(key, FailureKind.QUEUE_FULL, message)
+    def _id_failure(self, submission: Submission) -> Failure | None:
+        for key in submission.keys():
+            if key in self._requests:
+                message = f"request_id: {key.request_id} is in use; use each id once"
+                return Failure(submission.key, FailureKind.INVALID, message)
         return None
+
+    def _digests_of(self, submission: Submission) -> list[bytes]:
+        if self._chained_digest is None or not submission.root_digest:
+            return []
+        column = submission.digests
+        return [column[start : start + DIGEST_BYTES] for start in range(0, len(column), DIGEST_BYTES)]
 
     def abort(self, key: RequestKey) -> None:
-        """Ends a request without a word; an unknown or ended one is ignored."""
+        """Ends a choice without a word; an unknown or ended one is ignored."""
         request = self._requests.get(key)
         if request is not None:
             self._end(request)
@@ -176,8 +216,7 @@ class Scheduler:
     def expire(self, now_ns: int) -> Updates:
         """Ends what is past its deadline, waiting or running."""
         updates = Updates(self._applied_step)
-        while self._deadlines and self._deadlines[0][0] <= now_ns:
-            deadline_ns, key = heapq.heappop(self._deadlines)
+        for deadline_ns, key in self._deadlines.passed(now_ns):
             request = self._requests.get(key)
             if request is None or request.submission.deadline_ns != deadline_ns:
                 continue
@@ -200,12 +239,27 @@ class Scheduler:
         if num_blocks is not None:
             self.limits = replace(self.limits, num_blocks=num_blocks)
         for request in self._requests.values():
-            request.num_tokens -= request.num_pending
-            request.num_pending = 0
-        for request in reversed(list(self._running.values())):
+            request.num_tokens = request.num_known
+        for request in reversed(self._running.copy()):
             self._preempt(request)
-        self._waiting.recount()
+        self._pool.flush()
         self._begin_epoch()
+
+    def flush_prefix_cache(self) -> int:
+        """Forgets all that is cached, also what running requests would still add; how many blocks that were."""
+        for request in self._running:
+            request.next_stored = _NO_BLOCK
+        return self._pool.flush()
+
+    def take_kv_events(self) -> list[KvEvent]:
+        """What happened to the prefix cache since the last call."""
+        taken = self._kv_events.copy()
+        self._kv_events.clear()
+        return taken
+
+    def cached(self) -> list[Stored]:
+        """All that the prefix cache can find."""
+        return self._pool.cached()
 
     def _fail(self, request: Request, kind: FailureKind, message: str, updates: Updates) -> None:
         updates.failed.append(Failure(request.key, kind, message))
@@ -214,13 +268,16 @@ class Scheduler:
     def _end(self, request: Request) -> None:
         request.ended = True
         del self._requests[request.key]
-        self._waiting.discard(request)
-        self._running.pop(request.key, None)
-        if request.slot != NO_SLOT:
+        request.siblings.remove(request)
+        if request.slot == NO_SLOT:
+            self._waiting.discard(request)
+        else:
+            del self._running[bisect_left(self._running, request.rank, key=_rank)]
             if request.last_step > self._applied_step:
                 self._leaving.append(request)
             else:
                 self._release(request)
+        self._tenants.ended(request.account)
         if not self._requests:
             self._deadlines.clear()
 
@@ -240,66 +297,119 @@ class Scheduler:
             return None
         step = Step(self._next_step, self.limits.max_step_tokens)
         self._slots.thaw(step.number)
-        self._plan_running(step)
-        self._plan_waiting(step, now_ns)
-        if not step.rows and not self._slots.has_unannounced and not self._waits_for_a_slot():
+        for request in self._plan_decodes(step):
+            if step.budget > 0:
+                step.add_chunk(request, self._chunk(request, step.budget))
+        while step.budget > 0 and self._slots.num_usable > 0 and self._admit_next(step, now_ns):
+            pass
+        step.use_up()
+        if step.is_empty and not self._slots.has_unannounced and not self._waits_for_a_slot():
             return None
-        return self._commit(step)
+        self._in_flight.append(step)
+        self._next_step += 1
+        return step.depart(self._slots.announce(step.number))
 
-    def _plan_running(self, step: Step) -> None:
-        block_tokens = self.limits.block_tokens
-        for request in list(self._running.values()):
-            if step.budget == 0:
-                return
-            count = min(request.num_to_compute, step.budget)
-            if request.slot == NO_SLOT or count <= 0:  # preempted below, or its last id is on its way
-                continue
-            if request.num_computed + count > len(request.blocks) * block_tokens:
-                missing = self._blocks_for(request.num_computed + count) - len(request.blocks)
-                if not self._make_room(request, missing):
-                    continue
-                blocks = self._pool.take(missing)
-                request.blocks += blocks
-                step.new_blocks += [(request.slot, block) for block in blocks]
-            step.add_row(request, count)
+    def _plan_decodes(self, step: Step) -> list[Request]:
+        """Adds the requests that miss one token; returns those that miss more."""
+        running, block_tokens = self._running, self.limits.block_tokens
+        prefills = []
+        place = 0
+        while place < len(running):  # it may shrink from its end
+            request = running[place]
+            place += 1
+            computed = request.num_computed
+            if request.num_tokens - computed > 1:
+                prefills.append(request)
+            elif computed < request.last_computed and step.budget > 0:  # else its last id is on its way
+                if computed == len(request.blocks) * block_tokens and not self._grow(request, step):
+                    break  # it was the last, and is preempted
+                step.singles.append(request)
+                step.budget -= 1
+        return prefills
 
-    def _make_room(self, request: Request, num_blocks: int) -> bool:
-        """Preempts the newest until enough is free; False if that was `request` itself. None of them has a row yet."""
-        while self._pool.num_free < num_blocks:
-            newest = next(reversed(self._running.values()))
-            self._preempt(newest)
-            if newest is request:
+    def _grow(self, request: Request, step: Step) -> bool:
+        """One block more, for which the last by rank are preempted; False if that was `request` itself."""
+        while self._pool.num_free == 0:
+            last = self._running[-1]
+            self._preempt(last)
+            if last is request:
                 return False
+        blocks = self._pool.take(1)
+        request.blocks += blocks
+        step.new_blocks.append((request.slot, blocks[0]))
         return True
 
     def _preempt(self, request: Request) -> None:
-        del self._running[request.key]
+        del self._running[bisect_left(self._running, request.rank, key=_rank)]
         self._release(request)
         request.preemptions += 1
         self.preemptions += 1
         self._waiting.put_back(request)
 
-    def _plan_waiting(self, step: Step, now_ns: int) -> None:
-        while step.budget > 0 and self._slots.num_usable > 0:
-            request = self._waiting.head()
-            # A preempted request whose last id is still on its way cannot be named whole yet.
-            if request is None or request.num_pending:
-                return
-            num_blocks = self._blocks_for(request.num_tokens)
-            # A block for each that runs: they are about to need one, and would take it back from the newest.
-            if num_blocks + len(self._running) > self._pool.num_free:
-                return
-            self._admit(request, num_blocks, step, now_ns)
+    def _chunk(self, request: Request, budget: int) -> int:
+        """Tokens of a prefill that are computed when `budget` are left."""
+        missing = request.num_to_compute
+        if missing <= budget:
+            return missing
+        return budget - min(self.limits.prefill_reserve, budget // 2)
 
-    def _admit(self, request: Request, num_blocks: int, step: Step, now_ns: int) -> None:
+    def _admit_next(self, step: Step, now_ns: int) -> bool:
+        """Starts the first of the queue that can start; False if none may. What is passed over for it is counted."""
+        passed: list[Request] = []
+        for request in islice(self._waiting, _LOOK_AHEAD):
+            # What was preempted cannot be named whole while its last id is on its way.
+            if request.num_known == request.num_tokens:
+                placement = place(request, self._pool, self.limits.block_tokens)
+                if placement is None:
+                    continue
+                # A block for each that runs: they are about to need one, and would take it back from the last.
+                if fits(placement, self._pool, len(self._running)):
+                    for other in passed:
+                        other.overtaken += 1
+                    self._admit(request, placement, step, now_ns)
+                    return True
+            if request.overtaken >= self.limits.max_overtakes:
+                return False
+            passed.append(request)
+        return False
+
+    def _admit(self, request: Request, placement: Placement, step: Step, now_ns: int) -> None:
         self._waiting.discard(request)
-        self._running[request.key] = request
+        insort(self._running, request, key=_rank)
+        for block in placement.shared:
+            self._pool.hold(block)
+        new_blocks = self._pool.take(placement.num_new)
+        if placement.copied is not None:
+            step.copies.append((placement.copied, new_blocks[0]))
         request.slot = self._slots.take()
-        request.blocks = self._pool.take(num_blocks)
-        request.scheduled_ns = request.scheduled_ns or now_ns
-        start = Start(request.slot, request.submission, request.token_ids(), request.blocks.copy())
-        step.started.append(start)
-        step.add_row(request, min(request.num_to_compute, step.budget))
+        request.blocks = placement.shared + new_blocks
+        request.num_computed = request.num_stored = placement.num_computed
+        block_tokens = self.limits.block_tokens
+        caches = self._chained_digest is not None and request.submission.root_digest
+        request.next_stored = (placement.num_computed // block_tokens + 1) * block_tokens if caches else _NO_BLOCK
+        request.overtaken = 0
+        if request.scheduled_ns == 0:
+            request.scheduled_ns = now_ns
+            request.account.served += PROMPT_WEIGHT * request.num_to_compute
+            self._count_hits(request, placement)
+        step.started.append(
+            Start(
+                key=request.key,
+                slot=request.slot,
+                submission=request.submission,
+                seed=request.seed,
+                token_ids=request.token_ids(),
+                block_ids=request.blocks.copy(),
+                num_computed=placement.num_computed,
+            )
+        )
+        step.add_chunk(request, self._chunk(request, step.budget))
+
+    def _count_hits(self, request: Request, placement: Placement) -> None:
+        if request.digests and request.submission.reads_cache and not placement.is_sibling:
+            request.cached_tokens = placement.num_computed
+            self.prefix_query_tokens += request.prompt_tokens
+            self.prefix_hit_tokens += placement.num_computed
 
     def _waits_for_a_slot(self) -> bool:
         """Whether only the passing of a step makes a slot usable."""
@@ -310,14 +420,6 @@ class Scheduler:
             and self._slots.is_cooling
             and not self._running
         )
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.limits.block_tokens)
-
-    def _commit(self, step: Step) -> StepPlan:
-        self._in_flight.append(step)
-        self._next_step += 1
-        return step.depart(self._slots.announce(step.number))
 
     # -- apply
 
@@ -330,56 +432,68 @@ class Scheduler:
         self._in_flight.popleft()
         self._applied_step = step.number
         updates = Updates(step.number)
-        place = 0
-        for i, (request, _) in enumerate(step.rows):
-            count = result.token_counts[i]
-            request.num_pending -= step.samples[i]
+        token_ids, place = result.token_ids, 0
+        for request, slot, computed, count in zip(
+            step.requests, step.row_slots, step.token_counts, result.token_counts, strict=True
+        ):
             if request.ended:
-                pass
-            elif (kind := result.failed.get(step.row_slots[i])) is not None:
-                self._fail(request, FailureKind.ROW_FAILED, f"the executor could not compute it: {kind}", updates)
-            elif count:
-                self._append(request, result.token_ids, place, count, now_ns, updates)
+                self.dropped_tokens += count
+            elif slot in result.failed:
+                message = f"the executor could not compute it: {result.failed[slot]}"
+                self._fail(request, FailureKind.ROW_FAILED, message, updates)
+            else:
+                if count:
+                    self._append(request, token_ids[place], place, now_ns, updates)
+                if request.slot == slot:  # else it was preempted, and this KV is gone
+                    request.num_stored = stored = request.num_stored + computed
+                    if stored >= request.next_stored:
+                        self._store(request)
             place += count
-        self._release_leaving()
+        updates.counts = [1] * len(updates.keys)
+        if self._leaving:
+            self._release_leaving()
         return updates
 
-    def _append(
-        self, request: Request, token_ids: list[int], place: int, count: int, now_ns: int, updates: Updates
-    ) -> None:
-        if not request.output:
+    def _append(self, request: Request, token_id: int, place: int, now_ns: int, updates: Updates) -> None:
+        if token_id >= self.limits.vocab_size or token_id < 0:
+            message = f"the executor returned id {token_id}, the vocabulary has {self.limits.vocab_size}"
+            self._fail(request, FailureKind.BAD_TOKEN_ID, message, updates)
+            return
+        output = request.output
+        output.append(token_id)
+        request.account.served += OUTPUT_WEIGHT
+        updates.keys.append(request.key)
+        updates.token_ids.append(token_id)
+        updates.places.append(place)
+        if len(output) == 1:
             request.first_token_ns = now_ns
-        kept = 0
-        for at in range(place, place + count):
-            token_id = token_ids[at]
-            if not 0 <= token_id < self.limits.vocab_size:
-                message = f"the executor returned id {token_id}, the vocabulary has {self.limits.vocab_size}"
-                self._fail(request, FailureKind.BAD_TOKEN_ID, message, updates)
-                break
-            request.output.append(token_id)
-            updates.token_ids.append(token_id)
-            updates.places.append(at)
-            kept += 1
-            if self._finish(request, token_id, now_ns, updates):
-                break
-        if kept:
-            if len(request.output) == kept:
-                updates.started.append(
-                    Started(request.key, request.queued_ns, request.scheduled_ns, request.first_token_ns)
-                )
-            updates.keys.append(request.key)
-            updates.counts.append(kept)
+            updates.started.append(
+                Started(request.key, request.queued_ns, request.scheduled_ns, now_ns, request.cached_tokens)
+            )
+        if token_id in request.stop_ids and len(output) > request.min_tokens:
+            self._finish(request, FinishReason.STOP, token_id, now_ns, updates)
+        elif len(output) >= request.max_tokens:
+            self._finish(request, FinishReason.LENGTH, None, now_ns, updates)
 
-    def _finish(self, request: Request, token_id: int, now_ns: int, updates: Updates) -> bool:
-        if request.stops_at(token_id):
-            reason, stop_id = FinishReason.STOP, token_id
-        elif len(request.output) >= request.max_tokens:
-            reason, stop_id = FinishReason.LENGTH, None
-        else:
-            return False
+    def _finish(
+        self, request: Request, reason: FinishReason, stop_id: int | None, now_ns: int, updates: Updates
+    ) -> None:
         updates.finished.append(Finished(request.key, reason, stop_id, request.preemptions, now_ns))
         self._end(request)
-        return True
+
+    def _store(self, request: Request) -> None:
+        """Makes the blocks findable that the last step filled."""
+        chained_digest = self._chained_digest
+        assert chained_digest is not None
+        block_tokens, digests = self.limits.block_tokens, request.digests
+        while request.num_stored >= request.next_stored:
+            index = request.next_stored // block_tokens - 1
+            parent = digests[index - 1] if index else request.submission.root_digest
+            column = request.column(request.next_stored - block_tokens, request.next_stored)
+            if index == len(digests):
+                digests.append(chained_digest(parent, column))
+            self._pool.store(request.blocks[index], Stored(digests[index], parent, column))
+            request.next_stored += block_tokens
 
     def _release_leaving(self) -> None:
         if not self._leaving:
@@ -410,15 +524,21 @@ class Scheduler:
             (f"{self._waiting.num_tokens} waiting tokens", self._waiting.num_tokens),
             (f"{len(self._leaving)} leaving requests", len(self._leaving)),
             (f"{len(self._deadlines)} deadlines", len(self._deadlines)),
+            (f"the accounts of {len(self._tenants)} tenants", len(self._tenants)),
         ]
         if left := [what for what, count in held if count]:
             raise InvariantError(f"the engine is idle, but holds {', '.join(left)}")
 
     def check_books(self) -> None:
         """Raises InvariantError unless blocks, slots and requests add up; O(blocks), for tests."""
-        holding = [*self._running.values(), *self._leaving]
+        holding = [*self._running, *self._leaving]
         books.check_blocks(self._pool, holding)
         books.check_slots(self._slots, holding)
         books.check_waiting(self._waiting)
+        books.check_tenants(self._tenants, self._requests.values(), self._waiting)
         if len(self._requests) != len(self._running) + len(self._waiting):
             raise InvariantError("a request neither runs nor waits")
+
+
+def _rank(request: Request) -> tuple[int, int]:
+    return request.rank

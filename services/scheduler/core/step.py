@@ -26,8 +26,10 @@ class Start:
     blocks already.
     """
 
+    key: RequestKey
     slot: int
     submission: Submission
+    seed: int
     token_ids: npt.NDArray[np.uint32]
     block_ids: list[int]
     num_computed: int = 0
@@ -78,6 +80,7 @@ class Started:
     queued_ns: int
     scheduled_ns: int
     first_token_ns: int
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)

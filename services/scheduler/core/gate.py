@@ -1,0 +1,59 @@
+"""Who may queue: what can never fit, and what finds the queue full, is refused at once."""
+
+from __future__ import annotations
+
+import math
+
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.request import Failure, FailureKind, Submission
+
+
+def length_failure(submission: Submission, limits: Limits) -> Failure | None:
+    """Of a request that could never run to its end."""
+    key, prompt_tokens = submission.key, len(submission.prompt_ids)
+    if prompt_tokens < 1 or submission.max_tokens < 1:
+        return Failure(key, FailureKind.INVALID, "prompt_ids and max_tokens: a request needs at least 1 of each")
+    if prompt_tokens + submission.max_tokens <= limits.context_tokens:
+        return None
+    message = (
+        f"prompt has {prompt_tokens} tokens and max_tokens is {submission.max_tokens}, the context holds "
+        f"{limits.context_tokens} (the KV pool {limits.pool_tokens}); shorten one of them, or start the "
+        "scheduler with a larger --max-model-len or --num-kv-blocks"
+    )
+    return Failure(key, FailureKind.TOO_LONG, message)
+
+
+def queue_failure(
+    submission: Submission,
+    limits: Limits,
+    *,
+    startable: int,
+    waiting: int,
+    waiting_tokens: int,
+    tenant_waiting: int,
+    num_tokens: int,
+) -> Failure | None:
+    """Of a request that finds the queue, or its tenant's share of it, full.
+
+    `startable` requests could start at once, so as many do not count as waiting; `num_tokens` would be added.
+    """
+    key, choices = submission.key, submission.num_choices
+    if waiting + choices <= startable:
+        return None
+    if waiting + choices > limits.max_waiting + startable:
+        message = f"{waiting} requests wait, the limit is --max-waiting-requests {limits.max_waiting}; try again later"
+        return Failure(key, FailureKind.QUEUE_FULL, message)
+    if waiting and waiting_tokens + num_tokens > limits.max_waiting_tokens:
+        message = (
+            f"{waiting_tokens} prompt tokens wait and this request has {num_tokens}, the limit is --max-waiting-tokens "
+            f"{limits.max_waiting_tokens}; try again later"
+        )
+        return Failure(key, FailureKind.QUEUE_FULL, message)
+    share = math.ceil(limits.tenant_share * limits.max_waiting)
+    if tenant_waiting + choices > share + startable:
+        message = (
+            f"tenant {submission.tenant!r} has {tenant_waiting} requests waiting, its share of the queue is {share} of "
+            f"{limits.max_waiting} (--tenant-queue-share {limits.tenant_share:g}); try again later"
+        )
+        return Failure(key, FailureKind.TENANT_OVER_SHARE, message)
+    return None
