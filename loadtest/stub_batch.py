@@ -163,9 +163,7 @@ class Batch:
             raise PlanError(f"slot {number} is reusable from step {self._reusable_from[number]}, not {step}")
         if not 0 < request.prompt_tokens <= len(ids) or request.computed_tokens >= len(ids):
             computed = request.computed_tokens
-            raise PlanError(
-                f"slot {number}: {len(ids)} ids, {request.prompt_tokens} of the prompt, {computed} computed"
-            )
+            raise PlanError(f"slot {number}: {len(ids)} ids, prompt {request.prompt_tokens}, {computed} computed")
         if max(ids) >= self.vocab_size:
             raise PlanError(f"slot {number}: id {max(ids)} is outside the vocabulary")
         if len(request.block_ids) != 1:

@@ -42,10 +42,15 @@ class CoreMachine(RuleBasedStateMachine):
         max_slots=st.integers(1, 4),
         max_step_tokens=st.integers(1, 12),
         max_waiting=st.integers(0, 6),
+        max_waiting_tokens=st.sampled_from([20, 1000]),
+        tenant_share=st.sampled_from([0.5, 1.0]),
+        prefill_reserve=st.integers(0, 6),
+        max_overtakes=st.integers(0, 3),
+        prefix_cache=st.booleans(),
         wishes=st.lists(WISHES, min_size=1, max_size=8),
     )
     def begin(
-        self, in_flight: int, num_blocks: int, block_tokens: int, wishes: list[tuple[int, int]], **limits: int
+        self, in_flight: int, num_blocks: int, block_tokens: int, wishes: list[tuple[int, int]], **limits: Any
     ) -> None:
         pool_tokens = (num_blocks - 1) * block_tokens
         self.driver = CoreDriver(
@@ -58,28 +63,54 @@ class CoreMachine(RuleBasedStateMachine):
         )
         self.stale: Any = None
         for wish in wishes:
-            self.submit(wish, frozenset(), None, 1)
+            self.submit(wish, frozenset(), None, 1, 1, 0, "", "", False)
 
     @rule(
         wish=WISHES,
         stops=st.frozensets(st.integers(0, 22), max_size=3),
         timeout_ms=st.none() | st.integers(0, 30),
         frontend=st.integers(1, 2),
+        choices=st.sampled_from([1, 1, 1, 2, 3]),
+        priority=st.integers(-1, 1),
+        tenant=st.sampled_from(["", "a", "b"]),
+        salt=st.sampled_from(["", "", "s"]),
+        common=st.booleans(),
     )
-    def submit(self, wish: tuple[int, int], stops: frozenset[int], timeout_ms: int | None, frontend: int) -> None:
+    def submit(
+        self,
+        wish: tuple[int, int],
+        stops: frozenset[int],
+        timeout_ms: int | None,
+        frontend: int,
+        choices: int,
+        priority: int,
+        tenant: str,
+        salt: str,
+        common: bool,
+    ) -> None:
         driver = self.driver
         pool_tokens = driver.limits.pool_tokens
         prompt = 1 + wish[0] % pool_tokens
         max_tokens = 1 + wish[1] % (pool_tokens - prompt + 2)  # one more than fits, sometimes
         deadline_ns = None if timeout_ms is None else driver.now_ns + timeout_ms * MS
         waiting = driver.core.num_waiting
-        key = driver.submit(prompt, max_tokens=max_tokens, stop_ids=stops, deadline_ns=deadline_ns, frontend=frontend)
+        key = driver.submit(
+            [i % 23 for i in range(prompt)] if common else prompt,
+            max_tokens=max_tokens,
+            stop_ids=stops,
+            deadline_ns=deadline_ns,
+            frontend=frontend,
+            choices=choices,
+            priority=priority,
+            tenant=tenant,
+            salt=salt,
+        )
         failure = driver.seen[key].failure
         if prompt + max_tokens > driver.limits.context_tokens:
             assert failure is not None and failure.kind is FailureKind.TOO_LONG
         elif failure is not None:
-            assert failure.kind is FailureKind.QUEUE_FULL
-        assert driver.core.num_waiting == waiting + (failure is None)
+            assert failure.kind in (FailureKind.QUEUE_FULL, FailureKind.TENANT_OVER_SHARE)
+        assert driver.core.num_waiting == waiting + choices * (failure is None)
 
     @rule()
     def plan(self) -> None:
@@ -110,6 +141,11 @@ class CoreMachine(RuleBasedStateMachine):
         # With several steps in flight a row behind a failed one has no sense; the executor answers for that.
         if (live := self._live()) and self.driver.limits.max_in_flight == 1:
             self.driver.failing.add(pick.choice(live))
+
+    @rule()
+    def flush(self) -> None:
+        self.driver.core.flush_prefix_cache()
+        assert self.driver.core.cached_blocks == 0
 
     @rule()
     def expire(self) -> None:
@@ -151,7 +187,7 @@ def test_the_invariants_hold_under_random_events() -> None:
     run_state_machine_as_test(
         CoreMachine,
         settings=settings(
-            max_examples=80,
+            max_examples=50,
             stateful_step_count=40,
             deadline=None,
             derandomize=True,
@@ -173,6 +209,8 @@ def test_the_invariants_hold_over_2000_steps(seed: int) -> None:
         max_slots=rng.randint(2, 5),
         max_step_tokens=rng.randint(3, 20),
         max_waiting=8,
+        prefill_reserve=seed % 4,
+        max_overtakes=seed % 3,
     )
     live: list[RequestKey] = []
     for _ in range(2000):
@@ -181,8 +219,15 @@ def test_the_invariants_hold_over_2000_steps(seed: int) -> None:
             deadline_ns = driver.now_ns + rng.randrange(40) * MS if rng.random() < 0.2 else None
             prompt = rng.randint(1, pool_tokens - 1 if rng.random() < 0.1 else pool_tokens // 4)
             max_tokens = rng.randint(1, min(16, pool_tokens - prompt))
-            key = driver.submit(prompt, max_tokens=max_tokens, deadline_ns=deadline_ns)
-            live.append(key)
+            key = driver.submit(
+                [i % 97 for i in range(prompt)] if rng.random() < 0.3 else prompt,
+                max_tokens=max_tokens,
+                deadline_ns=deadline_ns,
+                choices=rng.choice([1, 1, 1, 3]),
+                priority=rng.choice([0, 0, 1]),
+                tenant=rng.choice("ab"),
+            )
+            live += driver.seen[key].submission.choice_keys()
         live = [key for key in live if not driver.seen[key].ended]
         if event > 0.9 and live:
             driver.abort(rng.choice(live))
@@ -195,6 +240,8 @@ def test_the_invariants_hold_over_2000_steps(seed: int) -> None:
         driver.take(driver.core.expire(driver.now_ns))
         driver.step()
     assert driver.core.preemptions > 10
+    assert driver.core.prefix_hit_tokens > 0
+    assert block_tokens == 1 or any(plan.copies for plan in driver.plans)
     driver.run()
     assert all(seen.ended for seen in driver.seen.values())
     assert sum(seen.finished is not None for seen in driver.seen.values()) > 50

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from loadtest.stub_batch import Batch, expected_ids
+from services.common.digests import chained_digest, prompt_digests, root_digest
+from services.common.philox import derived_seed
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import Failure, RequestKey, Submission
 from services.scheduler.core.scheduler import Scheduler
@@ -25,6 +27,7 @@ class Seen:
     """What one request was told, and what it should be."""
 
     submission: Submission
+    choice: int = 0
     ids: list[int] = field(default_factory=list)
     started: Started | None = None
     finished: Finished | None = None
@@ -39,7 +42,7 @@ class Seen:
 class CoreDriver:
     """`step()` plans, executes and applies once. With several plans in flight, results come as late as they may."""
 
-    def __init__(self, **limits: Any) -> None:
+    def __init__(self, *, prefix_cache: bool = True, **limits: Any) -> None:
         figures = {
             "vocab_size": 97,
             "context_tokens": 64,
@@ -51,7 +54,7 @@ class CoreDriver:
             **limits,
         }
         self.limits = Limits(**figures)
-        self.core = Scheduler(self.limits)
+        self.core = Scheduler(self.limits, chained_digest if prefix_cache else None)
         self.seen: dict[RequestKey, Seen] = {}
         self.plans: list[StepPlan] = []
         self.now_ns = MS
@@ -79,16 +82,33 @@ class CoreDriver:
     def submit(self, prompt: Sequence[int] | int, **fields: Any) -> RequestKey:
         """A prompt of these ids, or of so many; its key. Fields are Submission's."""
         key = RequestKey(fields.pop("frontend", 1), self._next_id)
-        self._next_id += 1
+        choices = fields.pop("choices", 1)
+        self._next_id += choices
         if isinstance(prompt, int):
             prompt = [(key.request_id * 7 + i) % self.limits.vocab_size for i in range(prompt)]
-        fields = {"max_tokens": 8, "seed": key.request_id, "key": key, **fields}
-        submission = Submission(prompt_ids=np.array(prompt, dtype=np.uint32), **fields)
-        self.seen[key] = Seen(submission)
+        prompt_ids = np.array(prompt, dtype=np.uint32)
+        root = root_digest(tenant=fields.get("tenant", ""), salt=fields.pop("salt", ""), adapter="")
+        fields = {
+            "max_tokens": 8,
+            "seed": key.request_id,
+            "key": key,
+            "root_digest": root,
+            "digests": prompt_digests(root, prompt_ids, self.limits.block_tokens),
+            **fields,
+        }
+        seeds = tuple(derived_seed(fields["seed"], choice) for choice in range(1, choices))
+        submission = Submission(prompt_ids=prompt_ids, more_seeds=seeds, **fields)
+        for choice, each in enumerate(submission.choice_keys()):
+            self.seen[each] = Seen(submission, choice)
         failure = self.core.submit(submission, self.now_ns)
         if failure is not None:
-            self.seen[key].failure = failure
+            for each in submission.choice_keys():
+                self.seen[each].failure = failure
         return key
+
+    def choices(self, key: RequestKey) -> list[Seen]:
+        """All of its request, in order."""
+        return [self.seen[each] for each in self.seen[key].submission.choice_keys()]
 
     def abort(self, key: RequestKey) -> None:
         if not self.seen[key].ended:
@@ -97,10 +117,9 @@ class CoreDriver:
 
     def expected(self, key: RequestKey) -> list[int]:
         """All ids that it receives when nothing ends it early: cut at its first stop id."""
-        submission = self.seen[key].submission
-        ids = expected_ids(
-            submission.prompt_ids.tolist(), submission.seed, submission.max_tokens, self.limits.vocab_size
-        )
+        submission, choice = self.seen[key].submission, self.seen[key].choice
+        seed = derived_seed(submission.seed, choice)
+        ids = expected_ids(submission.prompt_ids.tolist(), seed, submission.max_tokens, self.limits.vocab_size)
         for position, token_id in enumerate(ids):
             if token_id in submission.stop_ids and position >= submission.min_tokens:
                 return ids[: position + 1]

@@ -53,8 +53,6 @@ def check_tenants(tenants: Tenants, requests: Collection[Request], waiting: Iter
     queued = Counter(request.account.tenant for request in waiting)
     for tenant, count in counted.items():
         if tenants.num_requests(tenant) != count or tenants.num_waiting(tenant) != queued[tenant]:
-            raise InvariantError(
-                f"tenant {tenant!r} has {count} requests and {queued[tenant]} waiting, its account not"
-            )
+            raise InvariantError(f"tenant {tenant!r} has {count} requests, {queued[tenant]} wait; its account differs")
     if len(tenants) != len(counted):
         raise InvariantError(f"{len(tenants)} accounts are open, {len(counted)} tenants have requests")

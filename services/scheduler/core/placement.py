@@ -20,7 +20,7 @@ from services.scheduler.core.request import NO_SLOT, Request
 
 @dataclass(frozen=True)
 class Placement:
-    """`shared` blocks come first in the table, then `num_new` of the pool's; `copied` is the content of the first new."""
+    """`shared` blocks come first in the table, then `num_new` of the pool's; `copied` fills the first new one."""
 
     shared: list[int]
     num_new: int

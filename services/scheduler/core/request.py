@@ -27,8 +27,8 @@ class RequestKey(NamedTuple):
 class Submission:
     """What a frontend asks for, checked and resolved.
 
-    Choice i has the key's request_id + i; `seed` is choice 0's, `more_seeds` the others', uint64. `prompt_ids` is uint32
-    [prompt]; `sampling` crosses the core unread. A stop id counts from output position `min_tokens` on. Lower
+    Choice i has the key's request_id + i; `seed` is choice 0's, `more_seeds` are the others', uint64. `prompt_ids` is
+    uint32 [prompt]; `sampling` crosses the core unread. A stop id counts from output position `min_tokens` on. Lower
     `priority` runs first. `digests` are those of the prompt's full blocks, 32 bytes each, chained to `root_digest`;
     without a root the request has no part in the prefix cache, and with `reads_cache` false it fills it only. Times are
     ns of the clock that is passed to the core.
@@ -55,8 +55,8 @@ class Submission:
         """Choices to run."""
         return 1 + len(self.more_seeds)
 
-    def keys(self) -> list[RequestKey]:
-        """Of its choices."""
+    def choice_keys(self) -> list[RequestKey]:
+        """One a choice, in order."""
         frontend, first = self.key
         return [RequestKey(frontend, first + i) for i in range(self.num_choices)]
 
@@ -156,9 +156,9 @@ class Request:
         self.num_computed = 0
         self.num_stored = 0
         self.digests = digests
-        """Of full blocks, in order: the prompt's (a list that all choices share), then those of this choice's output."""
+        """Of full blocks, in order: the prompt's, then those that this choice's output fills."""
         self.next_stored = 0
-        """`num_stored` from which the next block is full and wants its digest; NEVER where none does."""
+        """`num_stored` from which the next block is full and can be made findable."""
         self.blocks: list[int] = []
         self.slot = NO_SLOT
         self.last_step = NEVER  # the last planned step that has a row of it

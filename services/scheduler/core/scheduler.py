@@ -195,7 +195,7 @@ class Scheduler:
         return None
 
     def _id_failure(self, submission: Submission) -> Failure | None:
-        for key in submission.keys():
+        for key in submission.choice_keys():
             if key in self._requests:
                 message = f"request_id: {key.request_id} is in use; use each id once"
                 return Failure(submission.key, FailureKind.INVALID, message)
@@ -385,8 +385,9 @@ class Scheduler:
         request.blocks = placement.shared + new_blocks
         request.num_computed = request.num_stored = placement.num_computed
         block_tokens = self.limits.block_tokens
-        caches = self._chained_digest is not None and request.submission.root_digest
-        request.next_stored = (placement.num_computed // block_tokens + 1) * block_tokens if caches else _NO_BLOCK
+        request.next_stored = (
+            (placement.num_computed // block_tokens + 1) * block_tokens if self._caches(request) else _NO_BLOCK
+        )
         request.overtaken = 0
         if request.scheduled_ns == 0:
             request.scheduled_ns = now_ns
@@ -405,8 +406,11 @@ class Scheduler:
         )
         step.add_chunk(request, self._chunk(request, step.budget))
 
+    def _caches(self, request: Request) -> bool:
+        return self._chained_digest is not None and request.submission.root_digest != b""
+
     def _count_hits(self, request: Request, placement: Placement) -> None:
-        if request.digests and request.submission.reads_cache and not placement.is_sibling:
+        if self._caches(request) and request.submission.reads_cache and not placement.is_sibling:
             request.cached_tokens = placement.num_computed
             self.prefix_query_tokens += request.prompt_tokens
             self.prefix_hit_tokens += placement.num_computed
@@ -442,12 +446,12 @@ class Scheduler:
                 message = f"the executor could not compute it: {result.failed[slot]}"
                 self._fail(request, FailureKind.ROW_FAILED, message, updates)
             else:
-                if count:
-                    self._append(request, token_ids[place], place, now_ns, updates)
                 if request.slot == slot:  # else it was preempted, and this KV is gone
                     request.num_stored = stored = request.num_stored + computed
                     if stored >= request.next_stored:
                         self._store(request)
+                if count:
+                    self._append(request, token_ids[place], place, now_ns, updates)
             place += count
         updates.counts = [1] * len(updates.keys)
         if self._leaving:

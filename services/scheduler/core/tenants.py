@@ -50,7 +50,7 @@ class Tenants:
         """The account that new requests of `tenant` go to."""
         account = self._active.get(tenant)
         if account is None:
-            account = self._active[tenant] = self._idle.pop(tenant, None) or Account(tenant, 0)
+            account = self._active[tenant] = self._idle.pop(tenant) if tenant in self._idle else Account(tenant, 0)
         if account.num_waiting == 0:
             waiting = [other.served for other in self._active.values() if other.num_waiting]
             account.served = max(account.served, min(waiting, default=self._last_to_leave_queue))

@@ -1,4 +1,4 @@
-"""The queue of requests that wait: by priority, then what was preempted, then fairly between tenants, then by arrival."""
+"""The queue: by priority; in each what was preempted comes first, then tenants take turns, each in order of arrival."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _turn(queue: OrderedDict[RequestKey, Request]) -> tuple[int, tuple[int, int]
 
 
 class WaitingQueue:
-    """Any request may leave at any time. `num_tokens` are those still to be computed, as far as is known when they join."""
+    """Any request may leave at any time. `num_tokens` are those to be computed, as known when they joined."""
 
     def __init__(self, tenants: Tenants) -> None:
         self._tenants = tenants
