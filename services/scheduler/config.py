@@ -22,9 +22,26 @@ class SchedulerConfig(ServiceConfig):
     block_size: int = Field(16, ge=1, le=1024, description="tokens a KV block holds")
     max_num_seqs: int = Field(64, ge=1, le=65536, description="requests that run at once")
     max_num_batched_tokens: int = Field(256, ge=1, description="tokens computed in one step")
+    prefill_reserve_tokens: int | None = Field(
+        None,
+        ge=0,
+        description="tokens of a step that a prompt too long for it leaves to requests behind it; unset: a quarter",
+    )
+    max_overtakes: int = Field(
+        16, ge=0, description="requests that may pass one which waits for KV blocks; then all wait for it"
+    )
+    prefix_cache: bool = Field(True, description="find the KV blocks of earlier requests by their content")
     num_kv_blocks: int | None = Field(
         None,
         ge=2,
         description="KV blocks, the null block included; unset: what fits the executor, and all requests can use",
     )
-    max_waiting_requests: int = Field(1024, ge=0, description="requests that may wait; more are refused")
+    max_waiting_requests: int = Field(1024, ge=0, description="choices that may wait; more are refused")
+    max_waiting_tokens: int = Field(4_000_000, ge=1, description="prompt tokens that may wait; more are refused")
+    tenant_queue_share: float = Field(
+        0.75, gt=0, le=1, description="part of the queue that one tenant may fill, so that others find room"
+    )
+    max_choices: int = Field(16, ge=1, le=1024, description="choices of one request (n)")
+    kv_event_log: int = Field(
+        10_000, ge=1, description="changes of the prefix cache kept for subscribers that come back"
+    )

@@ -9,13 +9,18 @@ from triptych.inference.v1 import generation_pb2
 
 from services.common import sampling
 from services.common.contract import SAMPLING, SERVED_SAMPLING, Door
+from services.common.digests import DIGEST_BYTES
 from services.common.errors import invalid, unserved
+from services.common.philox import derived_seed
 from services.scheduler.core.request import RequestKey, Submission
 
 NS_PER_MS = 1_000_000
 
 _MAX_TIMEOUT_MS = 10 * 366 * 24 * 3600 * 1000
 """Longer ones (gRPC's "infinite" among them) are no deadline."""
+
+PRIORITIES = range(-1000, 1001)
+MAX_TENANT_BYTES = 128
 
 MAX_STOP_IDS = 4096
 """The frontend's own cap is far lower; this one bounds what a frontend gone wrong can cost."""
@@ -27,12 +32,16 @@ _DOOR = Door(
                 "request_id",
                 "num_choices",
                 "prompt_ids",
+                "block_digests",
+                "root_digest",
                 "sampling",
                 "seed",
                 "max_tokens",
                 "min_tokens",
                 "stop_ids",
                 "logprobs",
+                "priority",
+                "tenant",
                 "arrived_unix_ns",
                 "timeout_ms",
             }
@@ -53,36 +62,56 @@ def check(message: engine_pb2.FrontendHello | engine_pb2.Ping) -> None:
 
 
 def read_submit(
-    submit: engine_pb2.Submit, frontend: int, vocab_size: int, now_ns: int, *, text_vocab_size: int
+    submit: engine_pb2.Submit,
+    frontend: int,
+    now_ns: int,
+    *,
+    vocab_size: int,
+    text_vocab_size: int,
+    block_tokens: int,
+    max_choices: int,
 ) -> Submission:
     """A request as the core takes it. Raises RequestError naming the field: INVALID_ARGUMENT or UNIMPLEMENTED.
 
-    Ids that a caller chose lie below `text_vocab_size`. Sampling goes on unread but for its ranges: what the executor
-    cannot take must end here, not there with the whole epoch. Lengths are the core's.
+    Ids that a caller chose lie below `text_vocab_size`. Digests are taken on trust: a frontend that could tell wrong
+    ones reads all prompts anyway; their number is checked, which a frontend with another block size gets wrong.
+    Sampling goes on unread but for its ranges: what the executor cannot take must end here, not there with the whole
+    epoch. Lengths are the core's.
     """
     _DOOR.check(submit)
     if submit.num_choices == 0:
         raise invalid("num_choices", "is 0; a request has 1 choice or more")
-    if submit.num_choices > 1:
-        raise unserved("num_choices", f"of {submit.num_choices} is not served yet, only 1")
+    if submit.num_choices > max_choices:
+        raise invalid("num_choices", f"is {submit.num_choices}, the limit is --max-choices {max_choices}")
     if submit.HasField("logprobs") and submit.logprobs > 0:
         raise unserved("logprobs", f"of {submit.logprobs} is not served yet, only 0: the id's own")
     if submit.min_tokens > submit.max_tokens:
         raise invalid("min_tokens", f"is {submit.min_tokens}, more than max_tokens {submit.max_tokens}")
     _check_sampling(submit.sampling, text_vocab_size)
+    if submit.priority not in PRIORITIES:
+        raise invalid("priority", f"is {submit.priority}, not in [{PRIORITIES[0]}, {PRIORITIES[-1]}]")
+    if len(submit.tenant.encode()) > MAX_TENANT_BYTES:
+        raise invalid("tenant", f"has {len(submit.tenant.encode())} bytes, the limit is {MAX_TENANT_BYTES}")
     stop_ids = _ids("stop_ids", submit.stop_ids, vocab_size)
     if len(stop_ids) > MAX_STOP_IDS:
         raise invalid("stop_ids", f"has {len(stop_ids)} ids, the limit is {MAX_STOP_IDS}")
+    prompt_ids = _ids("prompt_ids", submit.prompt_ids, text_vocab_size)
+    _check_digests(submit, len(prompt_ids) // block_tokens, block_tokens)
     return Submission(
         key=RequestKey(frontend, submit.request_id),
-        prompt_ids=_ids("prompt_ids", submit.prompt_ids, text_vocab_size),
+        prompt_ids=prompt_ids,
         max_tokens=submit.max_tokens,
         min_tokens=submit.min_tokens,
         stop_ids=frozenset(stop_ids.tolist()),
-        seed=submit.seed,  # derive(seed, 0) is the seed itself
+        seed=derived_seed(submit.seed, 0),
+        more_seeds=tuple(derived_seed(submit.seed, choice) for choice in range(1, submit.num_choices)),
         sampling=submit.sampling,
         logprobs=submit.logprobs if submit.HasField("logprobs") else None,
         deadline_ns=_deadline_ns(submit, now_ns),
+        priority=submit.priority,
+        tenant=submit.tenant,
+        root_digest=submit.root_digest,
+        digests=submit.block_digests,
     )
 
 
@@ -92,6 +121,19 @@ def read_abort(abort: engine_pb2.Abort, frontend: int) -> list[RequestKey]:
     if len(abort.request_ids) % 8:
         raise invalid("abort.request_ids", f"has {len(abort.request_ids)} bytes; a column of uint64 has 8 an id")
     return [RequestKey(frontend, request_id) for request_id in np.frombuffer(abort.request_ids, "<u8").tolist()]
+
+
+def _check_digests(submit: engine_pb2.Submit, full_blocks: int, block_tokens: int) -> None:
+    if not submit.root_digest and not submit.block_digests:
+        return
+    if len(submit.root_digest) != DIGEST_BYTES:
+        raise invalid("root_digest", f"has {len(submit.root_digest)} bytes; a digest has {DIGEST_BYTES}")
+    if len(submit.block_digests) != full_blocks * DIGEST_BYTES:
+        raise invalid(
+            "block_digests",
+            f"has {len(submit.block_digests)} bytes; the prompt fills {full_blocks} blocks of {block_tokens} tokens, "
+            f"whose digests have {full_blocks * DIGEST_BYTES}",
+        )
 
 
 def _check_sampling(sampled: generation_pb2.Sampling, vocab_size: int) -> None:

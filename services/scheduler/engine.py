@@ -13,9 +13,11 @@ from typing import NoReturn
 
 from triptych.engine.v1 import engine_pb2
 
+from services.common.digests import chained_digest
 from services.common.errors import RequestError, StartError, unavailable
 from services.scheduler import door, outputs
 from services.scheduler.clock import now_ns
+from services.scheduler.core.kv_events import Stored
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import Failure, FailureKind, RequestKey
 from services.scheduler.core.scheduler import Scheduler
@@ -24,9 +26,10 @@ from services.scheduler.executor_link import ExecutorFacts, ExecutorLink
 from services.scheduler.executor_run import ExecutorLostError, ExecutorRun, ExecutorTakenError
 from services.scheduler.frontends import Frontends
 from services.scheduler.identity import Model
+from services.scheduler.kv_event_log import KvEventLog
 from services.scheduler.outbox import Outbox
 from services.scheduler.plan_codec import OwnLogprobs
-from services.scheduler.throughput import Throughput
+from services.scheduler.throughput import DrainRate, Throughput
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +68,10 @@ class Engine:
         self._empty = asyncio.Event()
         self._deadline: asyncio.TimerHandle | None = None
         self._armed_ns: int | None = None
+        self.kv_events = KvEventLog(model.config.kv_event_log, model.config.block_size)
+        """What happens to the prefix cache."""
         self._throughput = Throughput()
+        self._drain_rate = DrainRate()
         self._token_s: float | None = None
 
     # -- frontends
@@ -95,13 +101,20 @@ class Engine:
         try:
             core = self._accepting()
             submission = door.read_submit(
-                submit, number, core.limits.vocab_size, now_ns(), text_vocab_size=self.model.text_vocab_size
+                submit,
+                number,
+                now_ns(),
+                vocab_size=core.limits.vocab_size,
+                text_vocab_size=self.model.text_vocab_size,
+                block_tokens=core.limits.block_tokens,
+                max_choices=self.model.config.max_choices,
             )
         except RequestError as error:
             self.refuse(number, submit.request_id, error)
             return
         if (failure := core.submit(submission, now_ns())) is not None:
-            core.abort(submission.key)  # an id used twice: its first use must not go on past this end
+            for key in submission.choice_keys():  # an id used twice: its first use must not go on past this end
+                core.abort(key)
             self._deliver(Updates(core.applied_step, failed=[failure]))
         self._requests_changed()
 
@@ -121,6 +134,18 @@ class Engine:
             self._core.abort(RequestKey(number, request_id))
         self._send(number, outputs.Outputs(step, failed=[outputs.failed_message(request_id, error)]))
         self._requests_changed()
+
+    def flush_prefix_cache(self) -> int:
+        """Forgets all cached blocks; how many."""
+        if self._core is None:
+            return 0
+        flushed = self._core.flush_prefix_cache()
+        self._requests_changed()
+        return flushed
+
+    def cached_blocks(self) -> list[Stored]:
+        """All that the prefix cache can find now."""
+        return self._core.cached() if self._core is not None else []
 
     def _accepting(self) -> Scheduler:
         if self._draining:
@@ -232,7 +257,9 @@ class Engine:
 
     async def _connect(self) -> ExecutorRun:
         facts = await self._link.load()
-        core = self._core or Scheduler(self.model.limits(facts))
+        core = self._core or Scheduler(
+            self.model.limits(facts), chained_digest if self.model.config.prefix_cache else None
+        )
         num_blocks = self._blocks_of(facts, core)
         await self._link.allocate(num_blocks)
         run = await self._link.open(facts.version, self._work.set)
@@ -307,7 +334,10 @@ class Engine:
     def _deliver(self, updates: Updates, logprobs: OwnLogprobs | None = None) -> None:
         for failure in updates.failed:
             _log_failure(failure)
-        for number, share in outputs.split(updates, logprobs).items():
+        now_s = time.monotonic()
+        self._drain_rate.add(now_s, len(updates.finished))
+        retry_after_ms = self._drain_rate.retry_after_ms(now_s, self.core.num_waiting) if updates.failed else None
+        for number, share in outputs.split(updates, logprobs, retry_after_ms).items():
             self._send(number, share)
         self._requests_changed()
 
@@ -318,6 +348,8 @@ class Engine:
 
     def _requests_changed(self) -> None:
         self._work.set()
+        if self._core is not None:
+            self.kv_events.append(self._core.take_kv_events(), now_ns())
         self._arm_deadline()
         if self._core is None or self._core.num_requests == 0:
             self._empty.set()

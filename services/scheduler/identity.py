@@ -106,7 +106,16 @@ class Model:
             max_step_tokens=self.config.max_num_batched_tokens,
             max_waiting=self.config.max_waiting_requests,
             max_in_flight=facts.max_in_flight,
+            max_waiting_tokens=self.config.max_waiting_tokens,
+            tenant_share=self.config.tenant_queue_share,
+            prefill_reserve=self._prefill_reserve_tokens,
+            max_overtakes=self.config.max_overtakes,
         )
+
+    @property
+    def _prefill_reserve_tokens(self) -> int:
+        configured = self.config.prefill_reserve_tokens
+        return self.config.max_num_batched_tokens // 4 if configured is None else configured
 
     def fingerprint(self, facts: ExecutorFacts) -> str:
         """Equal fingerprints, equal ids: SHA-256 over weights, tokenizer, dtypes."""
@@ -124,7 +133,7 @@ class Model:
             context_tokens=limits.context_tokens,
             block_tokens=limits.block_tokens,
             pool_tokens=limits.pool_tokens,
-            max_choices=1,
+            max_choices=self.config.max_choices,
             max_logprobs=0,
             fragment_bytes=MAX_MESSAGE_BYTES,
         )

@@ -19,6 +19,7 @@ _STATUS = {
     FailureKind.INVALID: (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD"),
     FailureKind.TOO_LONG: (grpc.StatusCode.INVALID_ARGUMENT, "TOO_LONG"),
     FailureKind.QUEUE_FULL: (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
+    FailureKind.TENANT_OVER_SHARE: (grpc.StatusCode.RESOURCE_EXHAUSTED, "TENANT_OVER_SHARE"),
     FailureKind.DEADLINE: (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
     FailureKind.BAD_TOKEN_ID: (grpc.StatusCode.INTERNAL, "BAD_TOKEN_ID"),
     FailureKind.ROW_FAILED: (grpc.StatusCode.INTERNAL, "ROW_FAILED"),
@@ -61,8 +62,10 @@ def failed_message(request_id: int, error: RequestError) -> engine_pb2.Failed:
     )
 
 
-def split(updates: Updates, logprobs: OwnLogprobs | None = None) -> dict[int, Outputs]:
-    """`updates` by the frontend that asked."""
+def split(
+    updates: Updates, logprobs: OwnLogprobs | None = None, retry_after_ms: int | None = None
+) -> dict[int, Outputs]:
+    """`updates` by the frontend that asked; `retry_after_ms` is told to those that found the queue full."""
     known = {}
     if logprobs is not None:
         values = zip(logprobs.logprobs.tolist(), logprobs.ranks.tolist(), strict=True)
@@ -92,7 +95,7 @@ def split(updates: Updates, logprobs: OwnLogprobs | None = None) -> dict[int, Ou
     for finished in updates.finished:
         share(finished.key.frontend).finished.append(_finished(finished))
     for failure in updates.failed:
-        share(failure.key.frontend).failed.append(_failed(failure))
+        share(failure.key.frontend).failed.append(_failed(failure, retry_after_ms))
     return shares
 
 
@@ -154,6 +157,7 @@ def encode(outputs: Outputs) -> engine_pb2.AttachResponse:
 def _started(started: Started) -> engine_pb2.Started:
     return engine_pb2.Started(
         request_id=started.key.request_id,
+        cached_tokens=started.cached_tokens,
         queued_unix_ns=started.queued_ns,
         scheduled_unix_ns=started.scheduled_ns,
         first_token_unix_ns=started.first_token_ns,
@@ -170,8 +174,12 @@ def _finished(finished: Finished) -> engine_pb2.Finished:
     )
 
 
-def _failed(failure: Failure) -> engine_pb2.Failed:
+def _failed(failure: Failure, retry_after_ms: int | None) -> engine_pb2.Failed:
     code, reason = _STATUS[failure.kind]
     return engine_pb2.Failed(
-        request_id=failure.key.request_id, code=code.value[0], reason=reason, message=failure.message
+        request_id=failure.key.request_id,
+        code=code.value[0],
+        reason=reason,
+        message=failure.message,
+        retry_after_ms=retry_after_ms if code is grpc.StatusCode.RESOURCE_EXHAUSTED else None,
     )

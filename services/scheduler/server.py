@@ -7,9 +7,10 @@ import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
-from triptych.engine.v1 import engine_pb2, engine_pb2_grpc
+from triptych.engine.v1 import admin_pb2_grpc, engine_pb2, engine_pb2_grpc
 
 from services.common.server import Server
+from services.scheduler.admin import ADMIN_SERVICE, AdminServicer
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.engine import Engine
 from services.scheduler.executor_link import ExecutorLink
@@ -52,11 +53,12 @@ class SchedulerServer:
         self.server = Server(config.host, config.port)
         servicer = EngineServicer(self.engine, max_pending_bytes)
         engine_pb2_grpc.add_EngineServiceServicer_to_server(servicer, self.server.grpc)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self.engine), self.server.grpc)
         self._tasks: list[asyncio.Task[Any]] = []
 
     async def start(self) -> None:
         """Accepts frontends, and turns to the executor. Raises StartError when the port is taken."""
-        await self.server.start([ENGINE_SERVICE])
+        await self.server.start([ENGINE_SERVICE, ADMIN_SERVICE])
         await self.server.health.set_ready(True)
         log.info("serving scheduler on %s:%d", self._config.host, self.server.port)
         self._tasks = [

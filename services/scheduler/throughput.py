@@ -1,10 +1,13 @@
-"""How fast tokens were made lately."""
+"""How fast tokens were made lately, and how fast requests made room for others."""
 
 from __future__ import annotations
 
 from collections import deque
 
 WINDOW_S = 10.0
+_ENDS = 256
+_FIRST_RETRY_S = 1.0
+_RETRY_S = (0.1, 60.0)
 
 
 class Throughput:
@@ -37,3 +40,24 @@ class Throughput:
     def output_tokens_per_s(self) -> float:
         """0 before the first step."""
         return self._output_tokens / self._busy_s if self._busy_s > 0 else 0.0
+
+
+class DrainRate:
+    """Requests that ended, a second, over the last 256: what a full queue drains by."""
+
+    def __init__(self) -> None:
+        self._ends: deque[tuple[float, int]] = deque(maxlen=_ENDS)
+
+    def add(self, now_s: float, requests: int) -> None:
+        """So many have just ended."""
+        if requests:
+            self._ends.append((now_s, requests))
+
+    def retry_after_ms(self, now_s: float, waiting: int) -> int:
+        """When half of `waiting` requests will have left, so that those sent away do not all find it full again."""
+        retry_s = _FIRST_RETRY_S
+        if len(self._ends) > 1 and now_s > self._ends[0][0]:
+            ended = sum(requests for _, requests in self._ends) - self._ends[0][1]
+            retry_s = max(1, waiting / 2) * (now_s - self._ends[0][0]) / ended
+        low_s, high_s = _RETRY_S
+        return round(1000 * min(max(retry_s, low_s), high_s))

@@ -53,7 +53,7 @@ async def test_the_hello_says_what_the_engine_is(model: Path) -> None:
         assert (hello.version, hello.model, hello.vocab_size, hello.block_tokens) == (1, "mine", VOCAB, 8)
         # 41 blocks fit, one is the null block: 40 x 8 tokens, less than the model's 1024.
         assert (hello.pool_tokens, hello.context_tokens) == (320, 320)
-        assert (hello.max_choices, hello.max_logprobs) == (1, 0)
+        assert (hello.max_choices, hello.max_logprobs) == (16, 0)
         assert hello.engine_id and hello.fragment_bytes > 1 << 20
         parts = ["cd" * 32, b.server.engine.model.tokenizer_hash, "float32", "float32"]
         assert hello.fingerprint == hashlib.sha256("\n".join(parts).encode()).hexdigest()
@@ -212,17 +212,12 @@ async def test_heartbeats_come_each_second(model: Path) -> None:
 
 
 UNSERVED = {
-    "block_digests": b"x" * 32,
-    "root_digest": b"x" * 32,
     "grammar": generation_pb2.Grammar(regex="a"),
     "prompt_logprobs": 0,
-    "priority": 1,
-    "tenant": "t",
     "adapter": "a",
     "traceparent": "00-0-0-01",
     "tracestate": "a=b",
     "resumed": [engine_pb2.Submit.Resumed(choice=0)],
-    "num_choices": 2,
     "logprobs": 1,
     "sampling": generation_pb2.Sampling(allowed_token_ids=[1]),
 }
@@ -258,6 +253,17 @@ async def test_a_field_that_is_not_served_fails_its_request_alone(model: Path, f
         ({"sampling": generation_pb2.Sampling(logit_bias={5: float("nan")})}, "sampling.logit_bias[5]: is nan"),
         ({"min_tokens": 9}, "min_tokens: is 9, more than max_tokens 8"),
         ({"num_choices": 0}, "num_choices: is 0"),
+        ({"num_choices": 17}, "num_choices: is 17, the limit is --max-choices 16"),
+        ({"num_choices": 2**32 - 1}, "the limit is --max-choices 16"),
+        ({"priority": 1001}, "priority: is 1001, not in [-1000, 1000]"),
+        ({"priority": -1001}, "priority: is -1001"),
+        ({"tenant": "é" * 65}, "tenant: has 130 bytes, the limit is 128"),
+        ({"root_digest": b"x" * 31}, "root_digest: has 31 bytes; a digest has 32"),
+        ({"block_digests": b"x" * 32}, "root_digest: has 0 bytes"),
+        (
+            {"prompt": [1] * 33, "root_digest": b"x" * 32, "block_digests": b"x" * 96},
+            "block_digests: has 96 bytes; the prompt fills 2 blocks of 16 tokens, whose digests have 64",
+        ),
         ({"prompt": [1] * 1020}, "prompt has 1020 tokens and max_tokens is 8, the context holds 1024"),
         ({"max_tokens": 2**32 - 1}, "the context holds 1024"),
     ],

@@ -1,0 +1,76 @@
+"""AdminService: what operators and gateways ask of a scheduler. No call holds up a step."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from triptych.engine.v1 import admin_pb2, admin_pb2_grpc
+
+from services.common.contract import Door
+from services.common.errors import unserved
+from services.scheduler.clock import now_ns
+from services.scheduler.engine import Engine
+
+ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
+
+_DOOR = Door(
+    {
+        "triptych.engine.v1.FlushPrefixCacheRequest": frozenset(),
+        "triptych.engine.v1.SubscribeKvEventsRequest": frozenset({"from_sequence"}),
+    }
+)
+
+
+class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
+    """Flushes the prefix cache and tells of it; the other calls answer UNIMPLEMENTED."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def Drain(  # noqa: N802
+        self, request: admin_pb2.DrainRequest, context: Any
+    ) -> admin_pb2.DrainResponse:
+        """Not yet: SIGTERM drains."""
+        raise unserved("Drain", "is not served yet; SIGTERM drains")
+
+    async def SetLogLevel(  # noqa: N802
+        self, request: admin_pb2.SetLogLevelRequest, context: Any
+    ) -> admin_pb2.SetLogLevelResponse:
+        """Not yet."""
+        raise unserved("SetLogLevel")
+
+    async def GetLoad(  # noqa: N802
+        self, request: admin_pb2.GetLoadRequest, context: Any
+    ) -> admin_pb2.GetLoadResponse:
+        """Not yet: every Attach stream has it in its heartbeats."""
+        raise unserved("GetLoad")
+
+    async def GetStats(  # noqa: N802
+        self, request: admin_pb2.GetStatsRequest, context: Any
+    ) -> admin_pb2.GetStatsResponse:
+        """Not yet."""
+        raise unserved("GetStats")
+
+    async def FlushPrefixCache(  # noqa: N802
+        self, request: admin_pb2.FlushPrefixCacheRequest, context: Any
+    ) -> admin_pb2.FlushPrefixCacheResponse:
+        """Forgets all cached blocks: one pass over their names, between two steps."""
+        _DOOR.check(request)
+        return admin_pb2.FlushPrefixCacheResponse(flushed_blocks=self._engine.flush_prefix_cache())
+
+    async def SubscribeKvEvents(  # noqa: N802
+        self, request: admin_pb2.SubscribeKvEventsRequest, context: Any
+    ) -> AsyncIterator[admin_pb2.SubscribeKvEventsResponse]:
+        """What is cached and every change to it, or the changes from a number on."""
+        _DOOR.check(request)
+        log = self._engine.kv_events
+        if request.HasField("from_sequence"):
+            sequence = request.from_sequence
+        else:
+            messages = list(log.snapshot(self._engine.cached_blocks(), now_ns()))
+            sequence = log.sequence + 1
+            for message in messages:
+                yield message
+        async for message in log.follow(sequence):
+            yield message

@@ -1,0 +1,131 @@
+"""The prefix cache's events, numbered and kept for a while, for subscribers that follow them or come back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import grpc
+from triptych.engine.v1 import admin_pb2
+
+from services.common.errors import RequestError
+from services.scheduler.core.kv_events import KvEvent, Removed, Stored
+
+EVENTS_A_MESSAGE = 512
+"""Blocks a message tells of: at 16 tokens a block about 50 KB."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What happened at once."""
+
+    sequence: int
+    unix_ns: int
+    events: Sequence[KvEvent]
+
+
+class KvEventLog:
+    """The last `capacity` entries. Sequence numbers start at 1 with the process and have no gaps.
+
+    A subscriber reads at its own pace out of what is kept, so a slow one costs nothing; it is told when it has fallen
+    out.
+    """
+
+    def __init__(self, capacity: int, block_tokens: int) -> None:
+        self._entries: deque[Entry] = deque(maxlen=capacity)
+        self._block_tokens = block_tokens
+        self._sequence = 0
+        self._more = asyncio.Event()
+
+    @property
+    def sequence(self) -> int:
+        """Of the last entry; 0 before the first."""
+        return self._sequence
+
+    def append(self, events: Sequence[KvEvent], unix_ns: int) -> None:
+        """Numbers what has just happened."""
+        for start in range(0, len(events), EVENTS_A_MESSAGE):
+            self._sequence += 1
+            self._entries.append(Entry(self._sequence, unix_ns, events[start : start + EVENTS_A_MESSAGE]))
+        if events:
+            self._more.set()
+            self._more = asyncio.Event()
+
+    def snapshot(self, cached: Sequence[Stored], unix_ns: int) -> Iterator[admin_pb2.SubscribeKvEventsResponse]:
+        """All that is cached, in messages of the number that they bring a subscriber up to; one at least."""
+        for start in range(0, max(1, len(cached)), EVENTS_A_MESSAGE):
+            piece = cached[start : start + EVENTS_A_MESSAGE]
+            yield self._message(Entry(self._sequence, unix_ns, piece))
+
+    async def follow(self, from_sequence: int) -> AsyncIterator[admin_pb2.SubscribeKvEventsResponse]:
+        """Entries from that number on, without end. Raises RequestError(OUT_OF_RANGE) for one no longer or not yet."""
+        next_sequence = from_sequence
+        if next_sequence > self._sequence + 1:
+            raise _out_of_range(f"event {next_sequence} has not happened yet, the last is {self._sequence}")
+        while True:
+            more = self._more
+            for entry in self._from(next_sequence):
+                yield self._message(entry)
+                next_sequence = entry.sequence + 1
+                if self._is_gone(next_sequence):
+                    break
+            if next_sequence > self._sequence:
+                await more.wait()
+
+    def _from(self, sequence: int) -> list[Entry]:
+        if self._is_gone(sequence):
+            oldest = self._entries[0].sequence if self._entries else self._sequence + 1
+            raise _out_of_range(f"event {sequence} is no longer kept, the oldest is {oldest}; subscribe anew without")
+        kept = len(self._entries)
+        return list(islice(self._entries, kept - (self._sequence + 1 - sequence), None))
+
+    def _is_gone(self, sequence: int) -> bool:
+        return sequence < self._sequence + 1 - len(self._entries)
+
+    def _message(self, entry: Entry) -> admin_pb2.SubscribeKvEventsResponse:
+        return admin_pb2.SubscribeKvEventsResponse(
+            sequence=entry.sequence,
+            unix_ns=entry.unix_ns,
+            events=[self._event(run) for run in _runs(entry.events)],
+        )
+
+    def _event(self, run: list[KvEvent]) -> admin_pb2.KvEvent:
+        first = run[0]
+        if isinstance(first, Stored):
+            stored = [event for event in run if isinstance(event, Stored)]
+            return admin_pb2.KvEvent(
+                stored=admin_pb2.KvStored(
+                    digests=b"".join(event.digest for event in stored),
+                    parent_digest=first.parent,
+                    token_ids=b"".join(event.token_ids for event in stored),
+                    block_tokens=self._block_tokens,
+                )
+            )
+        if isinstance(first, Removed):
+            return admin_pb2.KvEvent(removed=b"".join(event.digest for event in run if isinstance(event, Removed)))
+        return admin_pb2.KvEvent(cleared=True)
+
+
+def _runs(events: Iterable[KvEvent]) -> Iterator[list[KvEvent]]:
+    """Neighbours that one event of the contract can tell: a chain of stored blocks, any removed ones."""
+    run: list[KvEvent] = []
+    for event in events:
+        if run and not _continues(run[-1], event):
+            yield run
+            run = []
+        run.append(event)
+    if run:
+        yield run
+
+
+def _continues(last: KvEvent, event: KvEvent) -> bool:
+    if isinstance(last, Stored) and isinstance(event, Stored):
+        return event.parent == last.digest
+    return isinstance(last, Removed) and isinstance(event, Removed)
+
+
+def _out_of_range(message: str) -> RequestError:
+    return RequestError(grpc.StatusCode.OUT_OF_RANGE, "EVENTS_GONE", message)
