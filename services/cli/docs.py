@@ -85,7 +85,7 @@ def _type(annotation: Any) -> str:
         return _type(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) is tuple:
         return f"list of {_type(typing.get_args(annotation)[0])}"
-    return {str: "text", int: "integer", float: "number", bool: "true or false"}[annotation]
+    return {str: "text", int: "integer", float: "number", bool: "true or false", Path: "path"}[annotation]
 
 
 def _default(field: FieldInfo) -> str:

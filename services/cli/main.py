@@ -19,6 +19,7 @@ COMMANDS = {
     "executor": "run the executor: weights and tensors",
     "chat": "talk to a model",
     "generate": "continue a raw prompt",
+    "replay": "run the scheduler's core over what --record wrote",
     "model": "fetch a model into the cache",
     "doctor": "say whether a model can be served on this machine, and why not",
 }

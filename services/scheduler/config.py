@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -42,6 +43,9 @@ class SchedulerConfig(ServiceConfig):
         0.75, gt=0, le=1, description="part of the queue that one tenant may fill, so that others find room"
     )
     max_choices: int = Field(16, ge=1, le=1024, description="choices of one request (n)")
+    record: Path | None = Field(
+        None, description="file to write what the core is told to, for `triptych replay`; it holds prompts as ids"
+    )
     kv_event_log: int = Field(
         10_000, ge=1, description="changes of the prefix cache kept for subscribers that come back"
     )

@@ -29,6 +29,7 @@ from services.scheduler.identity import Model
 from services.scheduler.kv_event_log import KvEventLog
 from services.scheduler.outbox import Outbox
 from services.scheduler.plan_codec import OwnLogprobs
+from services.scheduler.recording import Journal, RecordedScheduler
 from services.scheduler.throughput import DrainRate, Throughput
 
 log = logging.getLogger(__name__)
@@ -51,8 +52,9 @@ _STAND_BY_INTERVAL_S = 1.0
 class Engine:
     """Serves from `run` on; the other methods are called from the same event loop and return at once."""
 
-    def __init__(self, model: Model, link: ExecutorLink) -> None:
+    def __init__(self, model: Model, link: ExecutorLink, journal: Journal | None = None) -> None:
         self.model = model
+        self._journal = journal
         self.changed = asyncio.Event()
         """Set with every change of state, for whoever tells others."""
         self.idle_faults = 0
@@ -257,9 +259,7 @@ class Engine:
 
     async def _connect(self) -> ExecutorRun:
         facts = await self._link.load()
-        core = self._core or Scheduler(
-            self.model.limits(facts), chained_digest if self.model.config.prefix_cache else None
-        )
+        core = self._core or self._new_core(self.model.limits(facts))
         num_blocks = self._blocks_of(facts, core)
         await self._link.allocate(num_blocks)
         run = await self._link.open(facts.version, self._work.set)
@@ -272,6 +272,10 @@ class Engine:
             self._frontends.greet(self._hello)
         self.changed.set()
         return run
+
+    def _new_core(self, limits: Limits) -> Scheduler:
+        digest = chained_digest if self.model.config.prefix_cache else None
+        return Scheduler(limits, digest) if self._journal is None else RecordedScheduler(limits, digest, self._journal)
 
     def _blocks_of(self, facts: ExecutorFacts, core: Scheduler) -> int:
         if self._first is None:

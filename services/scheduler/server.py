@@ -17,6 +17,7 @@ from services.scheduler.executor_link import ExecutorLink
 from services.scheduler.frontend_stream import FrontendStream
 from services.scheduler.identity import Model
 from services.scheduler.outbox import MAX_PENDING_BYTES
+from services.scheduler.recording import Journal
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,8 @@ class SchedulerServer:
         self._config = config
         model = Model.read(config)
         self._link = ExecutorLink(config.executor, model.engine_config())
-        self.engine = Engine(model, self._link)
+        self._journal = Journal(config.record) if config.record is not None else None
+        self.engine = Engine(model, self._link, self._journal)
         self.server = Server(config.host, config.port)
         servicer = EngineServicer(self.engine, max_pending_bytes)
         engine_pb2_grpc.add_EngineServiceServicer_to_server(servicer, self.server.grpc)
@@ -92,6 +94,8 @@ class SchedulerServer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._link.close()
+        if self._journal is not None:
+            self._journal.close()
 
     async def _pulse(self) -> None:
         """Heartbeats each second, and with every change of state at once; health follows."""

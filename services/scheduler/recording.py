@@ -1,0 +1,176 @@
+"""`--record`: everything the core is told, in order, and every plan it made; `triptych replay` runs it again.
+
+The file is JSON lines. The first names the format, the limits and whether there is a prefix cache; each later one is a
+call of the core:
+
+    {"call": "submit", "now_ns": 1, "submission": {...}}      {"call": "plan", "now_ns": 2, "plan": "<base64>"}
+    {"call": "apply", "now_ns": 3, "result": {...}}           {"call": "abort", "key": [1, 7]}
+
+A plan is the contract's StepPlan, null where none was made. The file holds prompts and outputs as token ids.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+import queue
+import threading
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from triptych.inference.v1 import generation_pb2
+
+from services.common.errors import StartError
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.request import Failure, FailureKind, RequestKey, Submission
+from services.scheduler.core.scheduler import ChainedDigest, Scheduler
+from services.scheduler.core.step import StepPlan, StepResult, Updates
+from services.scheduler.plan_codec import encode_plan
+
+log = logging.getLogger(__name__)
+
+FORMAT = "triptych core recording 1"
+MAX_PENDING_LINES = 100_000
+"""Lines that wait for the disk; past it recording ends, rather than the memory or the step loop's time."""
+
+
+class RecordedScheduler(Scheduler):
+    """The core, each of whose calls is written down before it is made; `journal` outlives it."""
+
+    def __init__(self, limits: Limits, chained_digest: ChainedDigest | None, journal: Journal) -> None:
+        super().__init__(limits, chained_digest)
+        self._journal = journal
+        journal.write({"format": FORMAT, "limits": asdict(limits), "prefix_cache": chained_digest is not None})
+
+    def submit(self, submission: Submission, now_ns: int) -> Failure | None:
+        """See Scheduler."""
+        self._write("submit", now_ns=now_ns, submission=submission_to_json(submission))
+        return super().submit(submission, now_ns)
+
+    def abort(self, key: RequestKey) -> None:
+        """See Scheduler."""
+        self._write("abort", key=list(key))
+        super().abort(key)
+
+    def expire(self, now_ns: int) -> Updates:
+        """See Scheduler."""
+        self._write("expire", now_ns=now_ns)
+        return super().expire(now_ns)
+
+    def fail_all(self, kind: FailureKind, message: str) -> Updates:
+        """See Scheduler."""
+        self._write("fail_all", kind=kind.value, message=message)
+        return super().fail_all(kind, message)
+
+    def new_epoch(self, num_blocks: int | None = None) -> None:
+        """See Scheduler."""
+        self._write("new_epoch", num_blocks=num_blocks)
+        super().new_epoch(num_blocks)
+
+    def flush_prefix_cache(self) -> int:
+        """See Scheduler."""
+        self._write("flush_prefix_cache")
+        return super().flush_prefix_cache()
+
+    def plan(self, now_ns: int) -> StepPlan | None:
+        """See Scheduler."""
+        plan = super().plan(now_ns)
+        self._write("plan", now_ns=now_ns, plan=plan_to_json(plan))
+        return plan
+
+    def apply(self, result: StepResult, now_ns: int) -> Updates:
+        """See Scheduler."""
+        written = {**asdict(result), "failed": list(result.failed.items())}
+        self._write("apply", now_ns=now_ns, result=written)
+        return super().apply(result, now_ns)
+
+    def _write(self, call: str, **arguments: Any) -> None:
+        self._journal.write({"call": call, **arguments})
+
+
+class Journal:
+    """A file that a thread of its own writes, so that no step waits for the disk. Raises StartError without one."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        except OSError as error:
+            raise StartError(f"--record cannot write {path}: {error.strerror}") from error
+        self._path = path
+        self._file = os.fdopen(descriptor, "w", encoding="utf-8")
+        self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
+        self._thread.start()
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Returns at once."""
+        if self._ended:
+            return
+        if self._lines.qsize() >= MAX_PENDING_LINES:
+            self._end(f"{MAX_PENDING_LINES} lines wait for the disk")
+            return
+        self._lines.put(line)
+
+    def close(self) -> None:
+        """Writes what waits, and closes the file."""
+        self._ended = True
+        self._lines.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        with self._file as file:
+            while (line := self._lines.get()) is not None:
+                try:
+                    file.write(json.dumps(line, separators=(",", ":")) + "\n")
+                    if self._lines.empty():
+                        file.flush()
+                except OSError as error:
+                    self._end(error.strerror or str(error))
+                    return
+
+    def _end(self, reason: str) -> None:
+        self._ended = True
+        log.error("recording to %s ends: %s", self._path, reason)
+
+
+def submission_to_json(submission: Submission) -> dict[str, Any]:
+    """Plain values; bytes and columns in base64."""
+    values = {field.name: getattr(submission, field.name) for field in fields(submission)}
+    values["key"] = list(submission.key)
+    values["prompt_ids"] = _text(submission.prompt_ids.astype("<u4").tobytes())
+    values["stop_ids"] = sorted(submission.stop_ids)
+    values["root_digest"], values["digests"] = _text(submission.root_digest), _text(submission.digests)
+    values["sampling"] = None if submission.sampling is None else _text(submission.sampling.SerializeToString())
+    return values
+
+
+def submission_from_json(values: dict[str, Any]) -> Submission:
+    """What `submission_to_json` wrote."""
+    read = dict(values)
+    read["key"] = RequestKey(*values["key"])
+    read["prompt_ids"] = np.frombuffer(base64.b64decode(values["prompt_ids"]), dtype="<u4")
+    read["stop_ids"] = frozenset(values["stop_ids"])
+    read["more_seeds"] = tuple(values["more_seeds"])
+    read["root_digest"], read["digests"] = (base64.b64decode(values[name]) for name in ("root_digest", "digests"))
+    if values["sampling"] is not None:
+        read["sampling"] = generation_pb2.Sampling.FromString(base64.b64decode(values["sampling"]))
+    return Submission(**read)
+
+
+def result_from_json(values: dict[str, Any]) -> StepResult:
+    """What was applied."""
+    return StepResult(**{**values, "failed": dict(values["failed"])})
+
+
+def plan_to_json(plan: StepPlan | None) -> str | None:
+    """The contract's message in base64; maps in it come in one order."""
+    return None if plan is None else _text(encode_plan(plan).plan.SerializeToString(deterministic=True))
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()

@@ -1,0 +1,149 @@
+"""What is recorded runs again to the same plans, and a core that decides otherwise is found out."""
+
+from __future__ import annotations
+
+import json
+import random
+import stat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from triptych.inference.v1 import generation_pb2
+
+from services.cli.main import main
+from services.common.digests import chained_digest
+from services.common.errors import StartError
+from services.scheduler import recording
+from services.scheduler.core.request import FailureKind, RequestKey, Submission
+from services.scheduler.recording import Journal, RecordedScheduler, submission_from_json, submission_to_json
+from services.scheduler.replay import replay
+from tests.support.attached import bench
+from tests.support.core_driver import MS, CoreDriver
+
+
+def recorded_run(path: Path, steps: int = 300) -> CoreDriver:
+    """Random requests, with everything that can happen to a core."""
+    journal = Journal(path)
+    driver = CoreDriver(num_blocks=12, block_tokens=2, context_tokens=20, max_in_flight=2)
+    driver.core = RecordedScheduler(driver.limits, chained_digest, journal)
+    rng = random.Random(3)
+    for _ in range(steps):
+        event = rng.random()
+        if event < 0.5:
+            driver.submit(
+                rng.randint(1, 10),
+                choices=rng.choice([1, 2]),
+                deadline_ns=driver.now_ns + rng.randrange(40) * MS if rng.random() < 0.2 else None,
+            )
+        if event > 0.9:
+            driver.abort(rng.choice(list(driver.seen)))
+        if event > 0.98:
+            driver.take(driver.core.fail_all(FailureKind.EXECUTOR_LOST, "lost"))
+            driver.lose_executor()
+        if 0.5 < event < 0.52:
+            driver.core.flush_prefix_cache()
+        driver.take(driver.core.expire(driver.now_ns))
+        driver.step()
+    driver.run()
+    journal.close()
+    return driver
+
+
+def test_a_recording_comes_out_as_it_was(tmp_path: Path) -> None:
+    driver = recorded_run(tmp_path / "core.jsonl")
+    done = replay(tmp_path / "core.jsonl")
+    assert done.difference is None
+    assert done.plans == len(driver.plans) > 100
+    assert driver.core.preemptions and driver.core.prefix_hit_tokens
+
+
+def test_a_core_that_decides_otherwise_is_found_and_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "core.jsonl"
+    recorded_run(path)
+    lines = path.read_text().splitlines()
+    header = json.loads(lines[0])
+    header["limits"]["max_step_tokens"] -= 9
+    path.write_text("\n".join([json.dumps(header), *lines[1:]]) + "\n")
+    assert main(["replay", str(path)]) == 1
+    shown = capsys.readouterr().out
+    assert "differs" in shown and "recorded:" in shown and "now:" in shown
+
+
+def test_the_command_says_that_all_is_as_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded_run(tmp_path / "core.jsonl", steps=20)
+    assert main(["replay", str(tmp_path / "core.jsonl")]) == 0
+    assert "all as recorded" in capsys.readouterr().out
+
+
+def test_a_recording_cut_off_in_a_line_runs_to_that_line(tmp_path: Path) -> None:
+    path = tmp_path / "core.jsonl"
+    recorded_run(path, steps=20)
+    whole = path.read_text()
+    path.write_text(whole[: len(whole) * 2 // 3])
+    assert replay(path).difference is None
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("", "is not a recording"), ('{"a": 1}\n', "is not a recording of this version"), ("{\n", "is not a recording")],
+)
+def test_another_file_is_refused(tmp_path: Path, content: str, words: str) -> None:
+    (tmp_path / "f").write_text(content)
+    with pytest.raises(StartError, match=words):
+        replay(tmp_path / "f")
+
+
+def test_a_file_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(tmp_path / "none")]) == 1
+    assert capsys.readouterr().err.startswith("triptych: error: cannot read")
+
+
+def test_a_submission_survives_the_file() -> None:
+    submission = Submission(
+        key=RequestKey(3, 2**60),
+        prompt_ids=np.array([1, 2**32 - 1], dtype=np.uint32),
+        max_tokens=5,
+        stop_ids=frozenset({9, 2}),
+        seed=2**64 - 1,
+        more_seeds=(7,),
+        sampling=generation_pb2.Sampling(temperature=0.5, logit_bias={3: -1.0}),
+        deadline_ns=12,
+        tenant="é",
+        root_digest=b"r" * 32,
+        digests=b"d" * 64,
+    )
+    read = submission_from_json(json.loads(json.dumps(submission_to_json(submission))))
+    for name, value in vars(submission).items():
+        assert np.array_equal(getattr(read, name), value) if name == "prompt_ids" else getattr(read, name) == value
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match="--record cannot write"):
+        Journal(tmp_path / "none" / "file")
+
+
+def test_a_disk_that_is_too_slow_ends_the_recording_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(recording, "MAX_PENDING_LINES", 0)
+    journal = Journal(tmp_path / "core.jsonl")
+    for _ in range(3):
+        journal.write({"call": "plan"})
+    journal.close()
+    assert [record.message for record in caplog.records] == [
+        f"recording to {tmp_path / 'core.jsonl'} ends: 0 lines wait for the disk"
+    ]
+
+
+async def test_a_scheduler_records_what_its_frontends_ask(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "core.jsonl"
+    async with bench(model, record=path) as b:
+        sampling: dict[str, Any] = {"sampling": generation_pb2.Sampling(temperature=0.5)}
+        await b.frontend.run([1, 2, 3], max_tokens=5, num_choices=1, **sampling)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600  # it holds prompts
+    done = replay(path)
+    assert done.difference is None and done.plans >= 5
