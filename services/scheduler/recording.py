@@ -27,7 +27,8 @@ from triptych.inference.v1 import generation_pb2
 from services.common.errors import StartError
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import Failure, FailureKind, RequestKey, Submission
-from services.scheduler.core.scheduler import ChainedDigest, Scheduler
+from services.scheduler.core.residents import ChainedDigest
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.step import StepPlan, StepResult, Updates
 from services.scheduler.plan_codec import encode_plan
 

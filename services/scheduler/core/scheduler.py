@@ -21,14 +21,11 @@ preempted for another and fits alone (see `gate`), so it always moves.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 
 from services.scheduler.core import books, gate
-from services.scheduler.core.blocks import BlockPool
 from services.scheduler.core.deadlines import Deadlines
 from services.scheduler.core.in_flight import Step
 from services.scheduler.core.kv_events import KvEvent, Stored
@@ -44,7 +41,7 @@ from services.scheduler.core.request import (
     RequestKey,
     Submission,
 )
-from services.scheduler.core.slots import SlotPool
+from services.scheduler.core.residents import ChainedDigest, Residents
 from services.scheduler.core.step import (
     Finished,
     InvariantError,
@@ -57,12 +54,6 @@ from services.scheduler.core.step import (
 )
 from services.scheduler.core.tenants import OUTPUT_WEIGHT, PROMPT_WEIGHT, Tenants
 from services.scheduler.core.waiting import WaitingQueue
-
-ChainedDigest = Callable[[bytes, bytes], bytes]
-"""(digest of the block before, column of the block's ids) to the block's digest."""
-
-_NO_BLOCK = 1 << 62
-"""`next_stored` of a request whose blocks are not to be found again."""
 
 _LOOK_AHEAD = 16
 """Requests of the queue that are looked at for one that can start."""
@@ -94,10 +85,9 @@ class Scheduler:
         self._begin_epoch()
 
     def _begin_epoch(self) -> None:
-        self._pool = BlockPool(self.limits.num_blocks, self._kv_events)
-        self._slots = SlotPool(self.limits.max_slots, self.limits.max_in_flight)
-        self._running: list[Request] = []  # by rank
-        self._leaving: list[Request] = []  # ended while a step with a row of theirs is in flight
+        self._residents = Residents(self.limits, self._chained_digest, self._kv_events)
+        self._pool, self._slots = self._residents.pool, self._residents.slots
+        self._running = self._residents.running
         self._in_flight: deque[Step] = deque()
         self._applied_step = self._next_step - 1
 
@@ -247,9 +237,7 @@ class Scheduler:
 
     def flush_prefix_cache(self) -> int:
         """Forgets all that is cached, also what running requests would still add; how many blocks that were."""
-        for request in self._running:
-            request.next_stored = _NO_BLOCK
-        return self._pool.flush()
+        return self._residents.flush()
 
     def take_kv_events(self) -> list[KvEvent]:
         """What happened to the prefix cache since the last call."""
@@ -272,19 +260,10 @@ class Scheduler:
         if request.slot == NO_SLOT:
             self._waiting.discard(request)
         else:
-            del self._running[bisect_left(self._running, request.rank, key=_rank)]
-            if request.last_step > self._applied_step:
-                self._leaving.append(request)
-            else:
-                self._release(request)
+            self._residents.leave(request, self._applied_step)
         self._tenants.ended(request.account)
         if not self._requests:
             self._deadlines.clear()
-
-    def _release(self, request: Request) -> None:
-        self._pool.release(reversed(request.blocks))
-        self._slots.release(request.slot)
-        request.blocks, request.slot, request.num_computed = [], NO_SLOT, 0
 
     # -- plan
 
@@ -334,14 +313,11 @@ class Scheduler:
             self._preempt(last)
             if last is request:
                 return False
-        blocks = self._pool.take(1)
-        request.blocks += blocks
-        step.new_blocks.append((request.slot, blocks[0]))
+        step.new_blocks.append((request.slot, self._residents.grow(request)))
         return True
 
     def _preempt(self, request: Request) -> None:
-        del self._running[bisect_left(self._running, request.rank, key=_rank)]
-        self._release(request)
+        self._residents.evict(request)
         request.preemptions += 1
         self.preemptions += 1
         self._waiting.put_back(request)
@@ -375,19 +351,8 @@ class Scheduler:
 
     def _admit(self, request: Request, placement: Placement, step: Step, now_ns: int) -> None:
         self._waiting.discard(request)
-        insort(self._running, request, key=_rank)
-        for block in placement.shared:
-            self._pool.hold(block)
-        new_blocks = self._pool.take(placement.num_new)
-        if placement.copied is not None:
-            step.copies.append((placement.copied, new_blocks[0]))
-        request.slot = self._slots.take()
-        request.blocks = placement.shared + new_blocks
-        request.num_computed = request.num_stored = placement.num_computed
-        block_tokens = self.limits.block_tokens
-        request.next_stored = (
-            (placement.num_computed // block_tokens + 1) * block_tokens if self._caches(request) else _NO_BLOCK
-        )
+        if (copy := self._residents.admit(request, placement)) is not None:
+            step.copies.append(copy)
         request.overtaken = 0
         if request.scheduled_ns == 0:
             request.scheduled_ns = now_ns
@@ -406,11 +371,8 @@ class Scheduler:
         )
         step.add_chunk(request, self._chunk(request, step.budget))
 
-    def _caches(self, request: Request) -> bool:
-        return self._chained_digest is not None and request.submission.root_digest != b""
-
     def _count_hits(self, request: Request, placement: Placement) -> None:
-        if self._caches(request) and request.submission.reads_cache and not placement.is_sibling:
+        if self._residents.caches(request) and request.submission.reads_cache and not placement.is_sibling:
             request.cached_tokens = placement.num_computed
             self.prefix_query_tokens += request.prompt_tokens
             self.prefix_hit_tokens += placement.num_computed
@@ -449,13 +411,12 @@ class Scheduler:
                 if request.slot == slot:  # else it was preempted, and this KV is gone
                     request.num_stored = stored = request.num_stored + computed
                     if stored >= request.next_stored:
-                        self._store(request)
+                        self._residents.store(request)
                 if count:
                     self._append(request, token_ids[place], place, now_ns, updates)
             place += count
         updates.counts = [1] * len(updates.keys)
-        if self._leaving:
-            self._release_leaving()
+        self._residents.release_leaving(self._applied_step)
         return updates
 
     def _append(self, request: Request, token_id: int, place: int, now_ns: int, updates: Updates) -> None:
@@ -485,31 +446,6 @@ class Scheduler:
         updates.finished.append(Finished(request.key, reason, stop_id, request.preemptions, now_ns))
         self._end(request)
 
-    def _store(self, request: Request) -> None:
-        """Makes the blocks findable that the last step filled."""
-        chained_digest = self._chained_digest
-        assert chained_digest is not None
-        block_tokens, digests = self.limits.block_tokens, request.digests
-        while request.num_stored >= request.next_stored:
-            index = request.next_stored // block_tokens - 1
-            parent = digests[index - 1] if index else request.submission.root_digest
-            column = request.column(request.next_stored - block_tokens, request.next_stored)
-            if index == len(digests):
-                digests.append(chained_digest(parent, column))
-            self._pool.store(request.blocks[index], Stored(digests[index], parent, column))
-            request.next_stored += block_tokens
-
-    def _release_leaving(self) -> None:
-        if not self._leaving:
-            return
-        still = []
-        for request in self._leaving:
-            if request.last_step > self._applied_step:
-                still.append(request)
-            else:
-                self._release(request)
-        self._leaving = still
-
     # -- the books
 
     @property
@@ -519,30 +455,21 @@ class Scheduler:
 
     def check_idle(self) -> None:
         """Raises InvariantError when an idle engine still holds something; O(1)."""
-        pool, slots = self._pool, self._slots
-        held = [
-            (f"{pool.num_held} of {pool.total} blocks", pool.num_held),
-            (f"{slots.num_held} of {slots.count} slots", slots.num_held),
-            (f"{len(self._running)} running requests", len(self._running)),
+        counts = [
             (f"{len(self._waiting)} waiting requests", len(self._waiting)),
             (f"{self._waiting.num_tokens} waiting tokens", self._waiting.num_tokens),
-            (f"{len(self._leaving)} leaving requests", len(self._leaving)),
             (f"{len(self._deadlines)} deadlines", len(self._deadlines)),
             (f"the accounts of {len(self._tenants)} tenants", len(self._tenants)),
         ]
-        if left := [what for what, count in held if count]:
+        if left := [*self._residents.held(), *(what for what, count in counts if count)]:
             raise InvariantError(f"the engine is idle, but holds {', '.join(left)}")
 
     def check_books(self) -> None:
         """Raises InvariantError unless blocks, slots and requests add up; O(blocks), for tests."""
-        holding = [*self._running, *self._leaving]
+        holding = list(self._residents)
         books.check_blocks(self._pool, holding)
         books.check_slots(self._slots, holding)
         books.check_waiting(self._waiting)
         books.check_tenants(self._tenants, self._requests.values(), self._waiting)
         if len(self._requests) != len(self._running) + len(self._waiting):
             raise InvariantError("a request neither runs nor waits")
-
-
-def _rank(request: Request) -> tuple[int, int]:
-    return request.rank
