@@ -183,7 +183,7 @@ class CoreMachine(RuleBasedStateMachine):
         return [key for key, seen in self.driver.seen.items() if not seen.ended]
 
 
-def test_the_invariants_hold_under_random_events() -> None:
+def test_K6_the_invariants_hold_under_random_events() -> None:
     run_state_machine_as_test(
         CoreMachine,
         settings=settings(
@@ -197,7 +197,7 @@ def test_the_invariants_hold_under_random_events() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_invariants_hold_over_2000_steps(seed: int) -> None:
+def test_K6_the_invariants_hold_over_2000_steps(seed: int) -> None:
     rng = random.Random(seed)
     num_blocks, block_tokens = rng.randint(8, 16), rng.choice([1, 2, 3])
     pool_tokens = (num_blocks - 1) * block_tokens

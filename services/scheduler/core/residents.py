@@ -1,4 +1,4 @@
-"""The requests that hold a slot and blocks, and the pools they hold them of. An epoch's worth: a new one starts empty."""
+"""The requests that hold a slot and blocks, and the pools they hold them of; of one epoch, the next starts empty."""
 
 from __future__ import annotations
 
