@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -208,7 +209,8 @@ class PersistentBatch:
             raise BadPlanError(f"copies: block {same[0]} is to be copied onto itself")
         stay = np.flatnonzero(self._columns.tokens)
         tables = self.tables[stay[~np.isin(stay, plan.freed_slots)]]
-        held = [tables.ravel(), plan.new_blocks[:, 1], *(started.block_ids for started in plan.started)]
+        held: list[npt.NDArray[Any]] = [tables.ravel(), plan.new_blocks[:, 1]]
+        held += [started.block_ids for started in plan.started]
         if astray := destinations[~np.isin(destinations, np.concatenate(held))].tolist():
             raise BadPlanError(f"copies: destination {astray[0]} is a block of no slot")
 
