@@ -3,9 +3,9 @@
     async with StubExecutor(vocab_size=512) as stub:
         ...  # a scheduler with --executor 127.0.0.1:{stub.port}
 
-Plans are checked strictly and ids are those of `stub_batch.expected_ids`. Up to `max_in_flight` plans (1 or 2) are taken
-before the first one's result. Faults are constructor arguments, and some
-are switched while it runs: `hold()` keeps steps from being done until `release()`.
+Plans are checked strictly and ids are those of `stub_batch.expected_ids`. Up to `max_in_flight` plans, 1 or 2, are
+taken before the first one's result. Faults are constructor arguments, and some are switched while it runs: `hold()`
+keeps steps from being done until `release()`.
 
     python -m loadtest.stub_executor --port 50053
 """

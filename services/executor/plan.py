@@ -14,7 +14,7 @@ Int64s = npt.NDArray[np.int64]
 
 
 MAX_IN_FLIGHT = 2
-"""Steps under way at once: one that runs and one that waits for it. A slot freed at step N is reusable so much later."""
+"""Steps under way at once: one that runs, one that waits for it. A slot freed at step N is reusable so many later."""
 
 
 class BadPlanError(Exception):

@@ -28,3 +28,9 @@ class SchedulerConfig(ServiceConfig):
         description="KV blocks, the null block included; unset: what fits the executor, and all requests can use",
     )
     max_waiting_requests: int = Field(1024, ge=0, description="requests that may wait; more are refused")
+    max_in_flight: int | None = Field(
+        None, ge=1, le=2, description="steps under way at once; unset: what the executor takes, at most 2"
+    )
+    self_test_interval_s: float = Field(
+        30.0, ge=0.1, le=86400, description="seconds without a token or a request after which a token is made as a test"
+    )

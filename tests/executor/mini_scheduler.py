@@ -49,6 +49,7 @@ class Rig:
     servicer: ExecutorServicer
     health: Health
     config: pb.EngineConfig
+    port: int
 
     async def load(self, **changes: Any) -> pb.Loaded:
         """Load with this rig's config; `changes` are laid over the LoadRequest."""
@@ -89,7 +90,7 @@ async def serve(
         max_step_tokens=max_step_tokens,
     )
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", channel_options()) as channel:
-        rig = Rig(executor_pb2_grpc.ExecutorServiceStub(channel), channel, servicer, server.health, config)
+        rig = Rig(executor_pb2_grpc.ExecutorServiceStub(channel), channel, servicer, server.health, config, server.port)
         try:
             if num_blocks is not None:
                 await rig.load()
