@@ -1,15 +1,21 @@
-"""What an executor without a model holds: slots, ids, block tables, and a KV pool that keeps token ids.
+"""What an executor without a model holds: slots, ids, block tables, and a KV pool that a wrong table shows in the ids.
 
-The pool stores the id computed at each place, so that a row which samples can read its whole history back through its
-table: a block given away too early, or a table in the wrong order, is found in the step it happens. Every rule of
-`StepPlan` in executor.proto that a scheduler could break is checked and answered by PlanError.
-
-The next id is a function of all ids of the request and its seed, nothing else:
+Every rule of `StepPlan` in executor.proto that a scheduler could break is checked and answered by PlanError. What no
+rule forbids, a table whose blocks hold something else than the request's tokens, makes wrong ids, as it would in a
+model. The next id is a function of all ids of the request and its seed, nothing else:
 
     h(0) = seed;  h(i + 1) = mix(h(i) + id[i] + 1);  next = mix(h(n)) mod vocab_size
 
 with splitmix64's finalizer as `mix` (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"). So
-chunking, preemption, neighbours and epochs cannot change it, and `expected_ids` tells it in advance.
+chunking, preemption, neighbours, cached blocks and epochs cannot change it, and `expected_ids` tells it in advance.
+
+The pool keeps a number a place, as KV a function of all ids up to it:
+
+    kv(i) = mix(kv(i - 1) + id[i] + 1),  kv(-1) = 0
+
+A row reads all places before its own through the table, then writes its own. Where it finds another number than its
+ids make (a block freed too early, cached under the wrong digest, copied wrongly or not at all, never computed), what
+it writes, and the id it samples, is a hash over what it found instead; `misreads` says where.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ import numpy.typing as npt
 from triptych.executor.v1 import executor_pb2
 
 _MASK = (1 << 64) - 1
-_EMPTY = np.uint32(0xFFFFFFFF)
+_EMPTY = np.uint64(_MASK)
 
 
 class PlanError(Exception):
@@ -55,7 +61,7 @@ def own_logprob(token_id: int) -> tuple[float, int]:
 
 @dataclass
 class Slot:
-    """One request of the batch; `state` is the hash over its ids so far."""
+    """One request of the batch; `state` is the hash over its ids so far, `misread` that over wrong KV it has read."""
 
     seed: int
     prompt_tokens: int
@@ -66,6 +72,9 @@ class Slot:
     min_tokens: int
     logprobs: bool
     state: int
+    misread: int | None = None
+    failed: bool = False
+    kv: list[int] = field(default_factory=list)
 
     @property
     def output_position(self) -> int:
@@ -75,6 +84,17 @@ class Slot:
     def append(self, token_id: int) -> None:
         self.ids.append(token_id)
         self.state = _mix(self.state + token_id + 1)
+
+    def fail(self) -> None:
+        """No id was sampled. A plan made before that was known counts one, so one is kept; see FailedRow."""
+        self.failed = True
+        self.append(0)
+
+    def kv_until(self, end: int) -> list[int]:
+        """What the places before `end` hold when all is well."""
+        while len(self.kv) < end:
+            self.kv.append(_mix((self.kv[-1] if self.kv else 0) + self.ids[len(self.kv)] + 1))
+        return self.kv[:end]
 
 
 @dataclass(frozen=True)
@@ -101,11 +121,12 @@ class Batch:
     read_back: bool = True
     slots: dict[int, Slot] = field(default_factory=dict)
     last_step: int | None = None
+    misreads: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._reusable_from: dict[int, int] = {}
-        self._owners: dict[int, set[int]] = {}  # block: slots
-        self._kv: npt.NDArray[np.uint32] = np.full(self.num_blocks * self.block_tokens, _EMPTY)
+        self._holders: dict[int, list[int]] = {}  # block: slots
+        self._kv: npt.NDArray[np.uint64] = np.full((self.num_blocks, self.block_tokens), _EMPTY)
 
     def take(self, plan: executor_pb2.StepPlan) -> list[Row]:
         """Applies a plan and computes its rows. Raises PlanError."""
@@ -124,21 +145,19 @@ class Batch:
         for group in plan.groups:
             pairs = _column(group.new_blocks)
             for number, block in zip(pairs[::2], pairs[1::2], strict=True):
-                self._own(number, block)
+                self._hold(number, block)
                 self._slot(number).table.append(block)
-            copies = _column(group.copies)
-            for source, destination in zip(copies[::2], copies[1::2], strict=True):
-                self._copy(source, destination)
+            self._copy(_column(group.copies))
         return self._compute(plan)
 
     @property
     def num_blocks_held(self) -> int:
         """Blocks in tables."""
-        return len(self._owners)
+        return len(self._holders)
 
     def next_id(self, slot: Slot) -> int:
         """What the row samples, before any fault is put in. Stop ids are not drawn before min_tokens."""
-        token_id = _mix(slot.state) % self.vocab_size
+        token_id = _mix(slot.state if slot.misread is None else slot.misread + slot.seed) % self.vocab_size
         if slot.output_position < slot.min_tokens:
             while token_id in slot.stop_ids:
                 token_id = (token_id + 1) % self.vocab_size
@@ -147,9 +166,9 @@ class Batch:
     def _free(self, number: int, step: int) -> None:
         slot = self._slot(number)
         for block in slot.table:
-            self._owners[block].discard(number)
-            if not self._owners[block]:
-                del self._owners[block]
+            self._holders[block].remove(number)
+            if not self._holders[block]:
+                del self._holders[block]
         del self.slots[number]
         self._reusable_from[number] = step + self.max_in_flight
 
@@ -161,16 +180,20 @@ class Batch:
             raise PlanError(f"slot {number} is in use")
         if step < self._reusable_from.get(number, 0):
             raise PlanError(f"slot {number} is reusable from step {self._reusable_from[number]}, not {step}")
-        if not 0 < request.prompt_tokens <= len(ids) or request.computed_tokens >= len(ids):
-            computed = request.computed_tokens
-            raise PlanError(f"slot {number}: {len(ids)} ids, prompt {request.prompt_tokens}, {computed} computed")
+        if not 0 < request.prompt_tokens <= len(ids):
+            raise PlanError(f"slot {number}: {len(ids)} ids, {request.prompt_tokens} of the prompt")
+        if request.computed_tokens >= len(ids):
+            raise PlanError(f"slot {number}: {request.computed_tokens} of {len(ids)} tokens are computed already")
         if max(ids) >= self.vocab_size:
             raise PlanError(f"slot {number}: id {max(ids)} is outside the vocabulary")
         if len(request.block_ids) != 1:
             raise PlanError(f"slot {number}: {len(request.block_ids)} tables for one KV group")
         table = _column(request.block_ids[0])
-        for block in table:
-            self._own(number, block)
+        if request.computed_tokens > len(table) * self.block_tokens:
+            raise PlanError(f"slot {number}: {request.computed_tokens} computed tokens in {len(table)} blocks")
+        whole = request.computed_tokens // self.block_tokens  # blocks that it will not write
+        for place, block in enumerate(table):
+            self._hold(number, block, shared=place < whole)
         state = request.seed & _MASK
         for token_id in ids:
             state = _mix(state + token_id + 1)
@@ -186,18 +209,29 @@ class Batch:
             state=state,
         )
 
-    def _own(self, number: int, block: int) -> None:
+    def _hold(self, number: int, block: int, *, shared: bool = False) -> None:
+        self._check_block(block)
+        holders = self._holders.setdefault(block, [])
+        if number in holders or (holders and not shared):
+            raise PlanError(f"block {block} for slot {number} is slot {holders[0]}'s")
+        holders.append(number)
+
+    def _check_block(self, block: int) -> None:
         if not 0 < block < self.num_blocks:
             raise PlanError(f"block {block} is outside [1, {self.num_blocks})")
-        if number in self._owners.setdefault(block, set()):
-            raise PlanError(f"block {block} is twice in the table of slot {number}")
-        self._owners[block].add(number)
 
-    def _copy(self, source: int, destination: int) -> None:
-        if not 0 < source < self.num_blocks or len(self._owners.get(destination, ())) != 1:
-            raise PlanError(f"block {source} cannot be copied to {destination}")
-        size = self.block_tokens
-        self._kv[destination * size : (destination + 1) * size] = self._kv[source * size : (source + 1) * size]
+    def _copy(self, pairs: list[int]) -> None:
+        """All sources are read before any destination is written."""
+        sources, destinations = pairs[::2], pairs[1::2]
+        if len(sources) != len(destinations) or len(set(destinations)) != len(destinations):
+            raise PlanError(f"copies from {sources} to {destinations}")
+        for source, destination in zip(sources, destinations, strict=True):
+            self._check_block(source)
+            self._check_block(destination)
+            if destination not in self._holders or source == destination:
+                raise PlanError(f"block {source} is copied to {destination}, a block of no slot, or itself")
+        if sources:
+            self._kv[destinations] = self._kv[sources]
 
     def _slot(self, number: int) -> Slot:
         if number not in self.slots:
@@ -217,7 +251,14 @@ class Batch:
         computed = sum(self._slot(number).computed for number in numbers)
         if plan.HasField("computed_tokens") and plan.computed_tokens != computed:
             raise PlanError(f"computed_tokens is {plan.computed_tokens}, the rows have {computed}")
-        return [self._row(number, count) for number, count in zip(numbers, counts, strict=True)]
+        rows = [self._row(number, count) for number, count in zip(numbers, counts, strict=True)]
+        if self.read_back:
+            # All read before any writes: what one row computes, another may rely on from the next step on.
+            for row in rows:
+                self._read_kv(row)
+            for row in rows:
+                self._write_kv(row)
+        return rows
 
     def _row(self, number: int, count: int) -> Row:
         slot = self._slot(number)
@@ -226,22 +267,38 @@ class Batch:
             raise PlanError(f"slot {number}: {count} tokens after {slot.computed} of {len(slot.ids)}")
         if end > len(slot.table) * self.block_tokens:
             raise PlanError(f"slot {number}: {end} tokens in {len(slot.table)} blocks of {self.block_tokens}")
-        written = slot.table[slot.computed // self.block_tokens : -(-end // self.block_tokens)]
-        if shared := [block for block in written if len(self._owners[block]) > 1]:
-            raise PlanError(f"slot {number}: writes into block {shared[0]}, which others read")
-        self._kv[self._places(slot, slot.computed, end)] = slot.ids[slot.computed : end]
         slot.computed = end
-        samples = end == len(slot.ids)
-        if samples and self.read_back:
-            kept = self._kv[self._places(slot, 0, end)]
-            if not np.array_equal(kept, np.array(slot.ids, dtype=np.uint32)):
-                raise PlanError(f"slot {number}: its blocks {slot.table} do not hold its ids any more")
-        return Row(number, slot, count, samples)
+        return Row(number, slot, count, samples=end == len(slot.ids))
 
-    def _places(self, slot: Slot, start: int, end: int) -> npt.NDArray[np.int64]:
+    def _read_kv(self, row: Row) -> None:
+        slot, begin = row.slot, row.slot.computed - row.count
+        found = self._kv[self._places(slot, 0, begin)]
+        wrong = np.flatnonzero(found != np.array(slot.kv_until(begin), dtype=np.uint64))
+        slot.misread = None
+        if wrong.size:
+            self.misreads.append(f"step {self.last_step}: slot {row.number} finds other KV than its own at {wrong[0]}")
+            slot.misread = 0
+            for number in found.tolist():
+                slot.misread = _mix(slot.misread ^ number)
+
+    def _write_kv(self, row: Row) -> None:
+        slot, end = row.slot, row.slot.computed
+        begin = end - row.count
+        for block in slot.table[begin // self.block_tokens : -(-end // self.block_tokens)]:
+            if len(self._holders[block]) > 1:
+                raise PlanError(f"slot {row.number} writes into block {block}, which slots {self._holders[block]} hold")
+        if slot.misread is None:
+            written = slot.kv_until(end)[begin:]
+        else:
+            written = []
+            for token_id in slot.ids[begin:end]:
+                slot.misread = _mix(slot.misread + token_id + 1)
+                written.append(slot.misread)
+        self._kv[self._places(slot, begin, end)] = np.array(written, dtype=np.uint64)
+
+    def _places(self, slot: Slot, start: int, end: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         positions = np.arange(start, end)
-        table = np.array(slot.table, dtype=np.int64)
-        return table[positions // self.block_tokens] * self.block_tokens + positions % self.block_tokens
+        return np.array(slot.table, dtype=np.int64)[positions // self.block_tokens], positions % self.block_tokens
 
 
 def _column(data: bytes) -> list[int]:

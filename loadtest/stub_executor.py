@@ -3,8 +3,9 @@
     async with StubExecutor(vocab_size=512) as stub:
         ...  # a scheduler with --executor 127.0.0.1:{stub.port}
 
-Plans are checked strictly and ids are those of `stub_batch.expected_ids`. Faults are constructor arguments, and some
-are switched while it runs: `hold()` keeps steps from being done until `release()`.
+Plans are checked strictly and ids are those of `stub_batch.expected_ids`. Up to `max_in_flight` plans, 1 or 2, are
+taken before the first one's result. Faults are constructor arguments, and some are switched while it runs: `hold()`
+keeps steps from being done until `release()`.
 
     python -m loadtest.stub_executor --port 50053
 """
@@ -70,7 +71,7 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         self.num_blocks: int | None = None
         self.epochs: list[int] = []
         self.plans: list[executor_pb2.StepPlan] = []
-        self.violations: list[str] = []
+        self.batches: list[Batch] = []  # of each epoch
         self.batch: Batch | None = None
         self.keep_plans = True
         self._step_s, self._token_s = step_s, token_s
@@ -84,7 +85,8 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         self._passes = 0
         self._pass = asyncio.Event()
         self._arrived = asyncio.Event()
-        self._running: asyncio.Task[None] | None = None
+        self._violations: list[str] = []
+        self._under_way = 0
         self._server: grpc.aio.Server | None = None
 
     # -- the process
@@ -101,6 +103,11 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         if self._server is not None:
             await self._server.stop(grace=None)
             self._server = None
+
+    @property
+    def violations(self) -> list[str]:
+        """Plans against the contract, and KV read that was another's."""
+        return self._violations + [misread for batch in self.batches for misread in batch.misreads]
 
     @property
     def is_serving(self) -> bool:
@@ -193,8 +200,10 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         self.epochs.append(epoch)
         events: asyncio.Queue[executor_pb2.RunResponse | None] = asyncio.Queue()
         events.put_nowait(_heartbeat(epoch))
+        plans: asyncio.Queue[_Taken] = asyncio.Queue()
         tasks = [
-            asyncio.create_task(self._work(request_iterator, events)),
+            asyncio.create_task(self._take(request_iterator, plans, events)),
+            asyncio.create_task(self._work(plans, events)),
             asyncio.create_task(_beat(epoch, events)),
         ]
         try:
@@ -220,29 +229,47 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             read_back=self._read_back,
         )
 
-    async def _work(self, requests: Any, events: asyncio.Queue[executor_pb2.RunResponse | None]) -> None:
+    async def _take(
+        self, requests: Any, plans: asyncio.Queue[_Taken], events: asyncio.Queue[executor_pb2.RunResponse | None]
+    ) -> None:
+        """Reads plans as they come; the results read ahead of are at most `max_in_flight` - 1."""
+        self._under_way = 0
+        async for request in requests:
+            if self._under_way >= self._max_in_flight:
+                self._fault(events, PlanError(f"a plan came while {self._under_way} were in flight"))
+                return
+            self._under_way += 1
+            if self.keep_plans:
+                self.plans.append(request.plan)
+                self._arrived.set()
+            plans.put_nowait(_Taken(request.plan, time.time_ns()))
+
+    async def _work(self, plans: asyncio.Queue[_Taken], events: asyncio.Queue[executor_pb2.RunResponse | None]) -> None:
         batch = self.batch = self._new_batch()
+        self.batches.append(batch)
         step = 0
         try:
-            async for request in requests:
+            while True:
+                taken = await plans.get()
                 step += 1
-                result = await self._step(batch, step, request.plan)
+                result = await self._step(batch, step, taken)
                 if result is None:
                     events.put_nowait(None)
                     return
+                self._under_way -= 1
                 events.put_nowait(executor_pb2.RunResponse(result=result))
         except PlanError as error:
-            self.violations.append(str(error))
-            events.put_nowait(_fault(executor_pb2.FAULT_KIND_BAD_PLAN, str(error)))
+            self._fault(events, error)
         except _Injected as error:
             events.put_nowait(_fault(executor_pb2.FAULT_KIND_DEVICE, str(error)))
 
-    async def _step(self, batch: Batch, step: int, plan: executor_pb2.StepPlan) -> executor_pb2.StepResult | None:
-        received_unix_ns = time.time_ns()
-        if self.keep_plans:
-            self.plans.append(plan)
-            self._arrived.set()
-        rows = batch.take(plan)
+    def _fault(self, events: asyncio.Queue[executor_pb2.RunResponse | None], error: PlanError) -> None:
+        self._violations.append(str(error))
+        events.put_nowait(_fault(executor_pb2.FAULT_KIND_BAD_PLAN, str(error)))
+
+    async def _step(self, batch: Batch, step: int, taken: _Taken) -> executor_pb2.StepResult | None:
+        wait_us = (time.time_ns() - taken.received_unix_ns) // 1000
+        rows = batch.take(taken.plan)
         await self._pass_gate()
         pause_s = self._step_s + self._token_s * sum(row.count for row in rows)
         if pause_s and rows:
@@ -254,8 +281,9 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             return None
         if faulty and step == self.faults.hang_at_step:
             await asyncio.Event().wait()
-        result = self._result(batch, plan.step, rows)
-        result.received_unix_ns = received_unix_ns
+        result = self._result(batch, taken.plan.step, rows)
+        result.received_unix_ns = taken.received_unix_ns
+        result.wait_us = max(0, wait_us)
         if faulty and step == self.faults.wrong_count_at_step:
             result.token_ids += b"\0\0\0\0"
         return result
@@ -267,9 +295,12 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         failed: list[executor_pb2.FailedRow] = []
         for row in rows:
             at = (row.slot.seed, row.slot.output_position)
-            if row.samples and at in self.faults.failed_rows:
+            if row.slot.failed or (row.samples and at in self.faults.failed_rows):
                 failed.append(executor_pb2.FailedRow(slot=row.number, kind=executor_pb2.FAULT_KIND_BAD_LOGITS))
-            if not row.samples or at in self.faults.failed_rows:
+                row.slot.fail()
+                counts.append(0)
+                continue
+            if not row.samples:
                 counts.append(0)
                 continue
             token_id = batch.next_id(row.slot)
@@ -292,6 +323,12 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
                 )
             )
         return result
+
+
+@dataclass(frozen=True)
+class _Taken:
+    plan: executor_pb2.StepPlan
+    received_unix_ns: int
 
 
 class _Injected(Exception):  # noqa: N818
@@ -324,6 +361,7 @@ async def _serve(options: argparse.Namespace) -> None:
         kv_bytes=options.kv_blocks * 1024,
         step_s=options.step_ms / 1000,
         token_s=options.token_us / 1e6,
+        max_in_flight=options.max_in_flight,
         read_back=False,
     )
     stub.keep_plans = False
@@ -340,6 +378,7 @@ def main() -> None:
     parser.add_argument("--kv-blocks", type=int, default=65536)
     parser.add_argument("--step-ms", type=float, default=0.0, help="time a step takes")
     parser.add_argument("--token-us", type=float, default=0.0, help="and more for each of its tokens")
+    parser.add_argument("--max-in-flight", type=int, default=2, choices=(1, 2), help="plans taken at once")
     asyncio.run(_serve(parser.parse_args()))
 
 

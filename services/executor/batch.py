@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from services.executor.plan import BadPlanError, Int64s, Plan, Settings, Started
+from services.executor.plan import MAX_IN_FLIGHT, BadPlanError, Int64s, Plan, Settings, Started
 from services.executor.sampler import SampleRow, SamplingParams
 
 
 @dataclass(frozen=True, eq=False)
 class StepInputs:
-    """The flat batch of one step: all rows' tokens one after the other, nothing padded."""
+    """The flat batch of one step: all rows' tokens one after the other, nothing padded.
+
+    Rows of slots that failed in an earlier step are left out; `places` says where the others stand in the plan.
+    """
 
     slots: Int64s
     """[rows]"""
@@ -27,6 +31,10 @@ class StepInputs:
     """[rows] tokens of a row, this step's included"""
     sampling_rows: Int64s
     """[n] rows that reach the end of their slot's ids, and so sample"""
+    places: Int64s
+    """[rows] their numbers among the plan's rows"""
+    failed_slots: Int64s
+    """[n] slots of the plan's other rows"""
 
 
 @dataclass(eq=False)
@@ -39,13 +47,17 @@ class _Columns:
     computed: Int64s
     blocks: Int64s
     """entries of the block table"""
+    failed: Int64s
+    """1: a row of it has failed, so its ids lack what later rows would compute"""
+    reusable_from: Int64s
+    """first step that may start a request there"""
 
     @classmethod
     def empty(cls, slots: int) -> _Columns:
-        return cls(*(np.zeros(slots, np.int64) for _ in range(4)))
+        return cls(*(np.zeros(slots, np.int64) for _ in fields(cls)))
 
     def copy(self) -> _Columns:
-        return _Columns(self.tokens.copy(), self.prompt.copy(), self.computed.copy(), self.blocks.copy())
+        return _Columns(*(getattr(self, column.name).copy() for column in fields(self)))
 
 
 @dataclass(eq=False)
@@ -89,6 +101,7 @@ class PersistentBatch:
         for started in plan.started:
             self._check_started(columns, started, plan)
         self._check_new_blocks(columns, plan)
+        self._check_copies(plan)
         self._check_rows(columns, plan)
         self._write(plan)
         self._columns = columns
@@ -108,19 +121,31 @@ class PersistentBatch:
         self._ids[slots, self._columns.tokens[slots]] = token_ids
         self._columns.tokens[slots] += 1
 
+    def fail(self, slots: Int64s) -> None:
+        """Marks `slots`, whose rows gave no id. A plan made before that was known still counts one, so one is kept."""
+        self._columns.failed[slots] = 1
+        self.append(slots, np.zeros(len(slots), np.int64))
+
     def _check_freed(self, columns: _Columns, plan: Plan) -> None:
         freed = self._slots(plan.freed_slots, "freed_slots")
         if idle := freed[columns.tokens[freed] == 0].tolist():
             raise BadPlanError(f"freed_slots names slot {idle[0]}, which is not in use", (idle[0],))
-        for column in (columns.tokens, columns.prompt, columns.computed, columns.blocks):
+        for column in (columns.tokens, columns.prompt, columns.computed, columns.blocks, columns.failed):
             column[freed] = 0
+        columns.reusable_from[freed] = plan.step + MAX_IN_FLIGHT
 
     def _check_started(self, columns: _Columns, started: Started, plan: Plan) -> None:
         slot, tokens = started.slot, len(started.token_ids)
         if slot >= self.settings.max_slots:
             raise BadPlanError(f"started: slot {slot} is past the {self.settings.max_slots} slots", (slot,))
-        if columns.tokens[slot] or slot in plan.freed_slots:
-            raise BadPlanError(f"started: slot {slot} is in use until the next step", (slot,))
+        if columns.tokens[slot]:
+            raise BadPlanError(f"started: slot {slot} is in use", (slot,))
+        if plan.step < (first := columns.reusable_from[slot]):
+            raise BadPlanError(
+                f"started: slot {slot} was freed by step {first - MAX_IN_FLIGHT} and is reusable from step {first}"
+                f" on, this is step {plan.step}",
+                (slot,),
+            )
         if not 1 <= started.prompt_tokens <= tokens <= self.settings.context_tokens:
             raise BadPlanError(
                 f"started: slot {slot} has {tokens} ids, {started.prompt_tokens} of them prompt;"
@@ -141,6 +166,12 @@ class PersistentBatch:
         self._check_blocks(started.block_ids, "started.block_ids")
         if len(started.block_ids) > self.tables.shape[1]:
             raise BadPlanError(f"started: slot {slot} has more blocks than the context fills", (slot,))
+        if started.computed_tokens > len(started.block_ids) * self.settings.block_tokens:
+            raise BadPlanError(
+                f"started: slot {slot} has computed {started.computed_tokens} tokens, its {len(started.block_ids)}"
+                f" blocks hold {self.settings.block_tokens} each",
+                (slot,),
+            )
         columns.tokens[slot], columns.prompt[slot] = tokens, started.prompt_tokens
         columns.computed[slot], columns.blocks[slot] = started.computed_tokens, len(started.block_ids)
 
@@ -165,6 +196,23 @@ class PersistentBatch:
         np.add.at(columns.blocks, slots, 1)
         if full := np.flatnonzero(columns.blocks > self.tables.shape[1]).tolist():
             raise BadPlanError(f"new_blocks gives slot {full[0]} more blocks than the context fills", (full[0],))
+
+    def _check_copies(self, plan: Plan) -> None:
+        if not plan.copies.size:
+            return
+        sources, destinations = plan.copies[:, 0], plan.copies[:, 1]
+        self._check_blocks(sources, "copies: source")
+        self._check_blocks(destinations, "copies: destination")
+        if len(np.unique(destinations)) != len(destinations):
+            raise BadPlanError("copies names a destination twice")
+        if same := sources[sources == destinations].tolist():
+            raise BadPlanError(f"copies: block {same[0]} is to be copied onto itself")
+        stay = np.flatnonzero(self._columns.tokens)
+        tables = self.tables[stay[~np.isin(stay, plan.freed_slots)]]
+        held: list[npt.NDArray[Any]] = [tables.ravel(), plan.new_blocks[:, 1]]
+        held += [started.block_ids for started in plan.started]
+        if astray := destinations[~np.isin(destinations, np.concatenate(held))].tolist():
+            raise BadPlanError(f"copies: destination {astray[0]} is a block of no slot")
 
     def _check_rows(self, columns: _Columns, plan: Plan) -> None:
         """Checks the rows and moves their computed counts."""
@@ -223,7 +271,8 @@ class PersistentBatch:
             filled[slot] += 1
 
     def _gather(self, plan: Plan) -> StepInputs:
-        slots, counts = plan.slots, plan.token_counts
+        places = np.flatnonzero(self._columns.failed[plan.slots] == 0)
+        slots, counts = plan.slots[places], plan.token_counts[places]
         contexts = self._columns.computed[slots]
         starts = np.zeros(len(slots) + 1, np.int64)
         np.cumsum(counts, out=starts[1:])
@@ -236,4 +285,6 @@ class PersistentBatch:
             query_starts=starts,
             contexts=contexts,
             sampling_rows=np.flatnonzero(contexts == self._columns.tokens[slots]),
+            places=places,
+            failed_slots=np.delete(plan.slots, places),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 
 from triptych.executor.v1 import executor_pb2 as pb
@@ -12,12 +13,16 @@ from triptych.executor.v1 import executor_pb2 as pb
 from services.common.errors import RequestError, invalid
 from services.executor import wire
 from services.executor.executor import Executor, is_out_of_memory
-from services.executor.plan import BadPlanError, Outcome, Plan
+from services.executor.plan import MAX_IN_FLIGHT, BadPlanError, Outcome, Plan
 from services.executor.steps import StepThread
 
 HEARTBEAT_S = 1.0
 
 log = logging.getLogger(__name__)
+
+
+class _EpochOverError(Exception):
+    """A step that waited behind another is not done: the epoch has ended."""
 
 
 class Epoch:
@@ -35,8 +40,10 @@ class Epoch:
         self._error: RequestError | None = None
         self._ended = False
         self._draining = False
-        self._last_step: int | None = None
-        self._step: asyncio.Task[None] | None = None
+        self._last_taken: int | None = None
+        self._last_done = 0
+        self._in_flight: deque[asyncio.Task[None]] = deque()
+        self._over = False  # read and set on the step thread too: what waits there is not begun any more
         self._tasks: list[asyncio.Task[None]] = []
         self._closing: asyncio.Task[None] | None = None
 
@@ -53,10 +60,13 @@ class Epoch:
             raise self._error
 
     def end(self, error: RequestError | None = None) -> None:
-        """Ends the stream now; a step in flight runs to its end unheard. Only the first call counts."""
+        """Ends the stream now; the step that runs does so to its end, unheard, and what waits behind it is not begun.
+
+        Only the first call counts.
+        """
         if self._ended:
             return
-        self._ended = True
+        self._ended = self._over = True
         self._error = error
         self._outbox.put_nowait(None)
         for task in self._tasks:
@@ -64,21 +74,23 @@ class Epoch:
         self._closing = asyncio.create_task(self._close())
 
     async def drain(self, error: RequestError) -> None:
-        """Ends the stream after the step in flight has been answered; takes no further plan."""
+        """Ends the stream after the steps in flight have been answered; takes no further plan."""
         self._draining = True
-        if self._step is not None:
-            await asyncio.wait([self._step])
+        await self._all_done()
         self.end(error)
         await self.closed.wait()
 
     async def _close(self) -> None:
         try:
-            if self._step is not None:
-                await asyncio.wait([self._step])
+            await self._all_done()
             if self._steps.is_alive():
                 await asyncio.wrap_future(self._steps.submit(self._executor.reset))
         finally:
             self.closed.set()
+
+    async def _all_done(self) -> None:
+        while self._in_flight:
+            await asyncio.wait(self._in_flight)
 
     async def _read(self, requests: AsyncIterator[pb.RunRequest]) -> None:
         try:
@@ -95,8 +107,7 @@ class Epoch:
                 else:
                     wire.DOOR.check(request)
                     raise invalid("command", "is empty")
-            if self._step is not None:
-                await asyncio.wait([self._step])
+            await self._all_done()
             self.end()
         except RequestError as error:
             self.end(error)
@@ -115,27 +126,27 @@ class Epoch:
             epoch=self.number,
             sent_unix_ns=time.time_ns(),
             ping_unix_ns=ping_unix_ns,
-            step=self._last_step or 0,
+            step=self._last_done,
             running_ms=self._steps.running_ms(),
         )
         self._outbox.put_nowait(pb.RunResponse(heartbeat=beat))
 
     def _take(self, message: pb.StepPlan, received_ns: int) -> None:
-        """Hands a plan to the step thread, unless it is malformed or too early."""
+        """Hands a plan to the step thread, unless it is malformed or too early; there it waits for those before it."""
         if self._draining or self._ended:
             return
         try:
-            if self._step is not None and not self._step.done():
-                raise BadPlanError(
-                    f"a plan came before the result of the last; at most {wire.MAX_IN_FLIGHT} may be in flight"
-                )
-            if self._last_step is not None and message.step != self._last_step + 1:
-                raise BadPlanError(f"step {message.step} follows step {self._last_step}")
+            if len(self._in_flight) >= MAX_IN_FLIGHT:
+                raise BadPlanError(f"a plan more than may be in flight: {MAX_IN_FLIGHT} are without a result")
+            if self._last_taken is not None and message.step != self._last_taken + 1:
+                raise BadPlanError(f"step {message.step} follows step {self._last_taken}")
             plan = wire.plan(message)
         except BadPlanError as error:
             self._fault(pb.FAULT_KIND_BAD_PLAN, message.step, error)
             return
-        self._step = asyncio.create_task(self._execute(plan, received_ns))
+        self._last_taken = plan.step
+        step = asyncio.create_task(self._execute(plan, received_ns))
+        self._in_flight.append(step)
 
     async def _execute(self, plan: Plan, received_ns: int) -> None:
         begun_ns = received_ns
@@ -143,10 +154,18 @@ class Epoch:
         def work() -> Outcome:
             nonlocal begun_ns
             begun_ns = time.time_ns()
-            return self._executor.execute(plan)
+            if self._over:
+                raise _EpochOverError
+            try:
+                return self._executor.execute(plan)
+            except BaseException:
+                self._over = True  # before the step behind it begins, on this same thread
+                raise
 
         try:
             outcome = await asyncio.wrap_future(self._steps.submit(work, deadline_s=plan.deadline_s))
+        except _EpochOverError:
+            pass
         except BadPlanError as error:
             self._fault(pb.FAULT_KIND_BAD_PLAN, plan.step, error)
         except asyncio.CancelledError:
@@ -156,9 +175,11 @@ class Epoch:
             log.error("epoch %d: step %d failed", self.number, plan.step, exc_info=error)
             self._fault(kind, plan.step, error)
         else:
-            self._last_step = plan.step
+            self._last_done = plan.step
             wait_us = max(0, begun_ns - received_ns) // 1000
             self._outbox.put_nowait(pb.RunResponse(result=wire.result(outcome, received_ns, wait_us)))
+        finally:
+            self._in_flight.popleft()
 
     def _fault(self, kind: pb.FaultKind.ValueType, step: int, error: BaseException) -> None:
         """Says what went wrong and ends the stream; the process takes the next one."""

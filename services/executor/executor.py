@@ -139,6 +139,8 @@ class Executor:
             raise RuntimeError("execute before allocate")
         begun = time.perf_counter()
         inputs = self._batch.begin(plan)
+        self._runner.copy_blocks(plan.copies)
+        self._batch.fail(inputs.failed_slots)
         if not inputs.slots.size:
             return _outcome(plan.step, inputs, None, begun, begun)
         logits = self._runner.forward(inputs, self._batch.tables)
@@ -149,6 +151,7 @@ class Executor:
         sampled = self._sampler.sample(logits, rows)
         slots = inputs.slots[inputs.sampling_rows]
         self._batch.append(slots[~sampled.failed], sampled.token_ids[~sampled.failed])
+        self._batch.fail(slots[sampled.failed])
         wanted = np.array([row.params.logprobs for row in rows])
         return _outcome(plan.step, inputs, sampled, begun, computed, wanted)
 
@@ -202,14 +205,15 @@ def _outcome(
     wanted: np.ndarray[tuple[int], np.dtype[np.bool_]] | None = None,
 ) -> Outcome:
     """`wanted`, [sampling rows] bool: whose log-probability was asked for."""
-    counts = np.zeros(len(inputs.slots), np.int64)
+    counts = np.zeros(len(inputs.places) + len(inputs.failed_slots), np.int64)
+    failed = tuple(inputs.failed_slots.tolist())
     none = np.zeros(0, np.int64)
     if sampled is None or wanted is None:
         return Outcome(
             step=step,
             token_counts=counts,
             token_ids=none,
-            failed_slots=(),
+            failed_slots=failed,
             logprob_places=none,
             logprobs=none.astype(np.float32),
             ranks=none.astype(np.uint32),
@@ -217,13 +221,13 @@ def _outcome(
             sample_us=0,
         )
     good: np.ndarray[tuple[int], np.dtype[np.bool_]] = ~sampled.failed
-    counts[inputs.sampling_rows] = good
+    counts[inputs.places[inputs.sampling_rows]] = good
     places: Int64s = np.flatnonzero(wanted[good])
     return Outcome(
         step=step,
         token_counts=counts,
         token_ids=sampled.token_ids[good],
-        failed_slots=tuple(inputs.slots[inputs.sampling_rows][sampled.failed].tolist()),
+        failed_slots=(*failed, *inputs.slots[inputs.sampling_rows][sampled.failed].tolist()),
         logprob_places=places,
         logprobs=sampled.logprobs[good][places],
         ranks=sampled.ranks[good][places],

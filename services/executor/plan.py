@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,10 @@ from services.executor.sampler import SamplingParams
 
 Ids = npt.NDArray[np.uint32]
 Int64s = npt.NDArray[np.int64]
+
+
+MAX_IN_FLIGHT = 2
+"""Steps under way at once: one that runs, one that waits for it. A slot freed at step N is reusable so many later."""
 
 
 class BadPlanError(Exception):
@@ -60,6 +64,8 @@ class Plan:
     computed_tokens: int | None
     """What the rows have computed before, summed; None: not to be compared."""
     deadline_s: float | None
+    copies: Int64s = field(default_factory=lambda: np.zeros((0, 2), np.int64))
+    """[n, 2] (source, destination) blocks, copied before the rows compute; every source is read first."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +78,7 @@ class Outcome:
     token_ids: Int64s
     """[sum of token_counts]"""
     failed_slots: tuple[int, ...]
-    """Slots whose logits are NaN."""
+    """Slots of this step's rows whose logits are NaN, or were in an earlier step."""
     logprob_places: Int64s
     """[n] indices into token_ids of the ids whose request asked for its log-probability."""
     logprobs: npt.NDArray[np.float32]

@@ -9,6 +9,7 @@ import torch
 from services.executor.attention.contract import AttentionBackend, AttentionStep, KvCache, Needs, StepShape
 from services.executor.batch import StepInputs
 from services.executor.loader import Checkpoint
+from services.executor.plan import Int64s
 
 
 class ModelRunner:
@@ -19,13 +20,22 @@ class ModelRunner:
         self._layers = checkpoint.shape.layers
         self._backend = backend
         self._needs = needs
+        self._kv = torch.empty(0)
         self._cache = KvCache((), ())
 
     def allocate(self, num_blocks: int) -> None:
         """Makes KV tensors of `num_blocks` blocks, not initialized: no slot is read before it is written."""
-        shape = (num_blocks, self._needs.kv_heads, self._needs.block_tokens, self._needs.head_dim)
-        tensors = [torch.empty(shape, dtype=self._needs.kv_dtype) for _ in range(2 * self._layers)]
-        self._cache = KvCache(tuple(tensors[: self._layers]), tuple(tensors[self._layers :]))
+        block = (self._needs.kv_heads, self._needs.block_tokens, self._needs.head_dim)
+        # One tensor for all, so that a block is copied in one operation; each layer sees its own part of it.
+        self._kv = torch.empty((2 * self._layers, num_blocks, *block), dtype=self._needs.kv_dtype)
+        tensors = self._kv.unbind()
+        self._cache = KvCache(tensors[: self._layers], tensors[self._layers :])
+
+    def copy_blocks(self, copies: Int64s) -> None:
+        """Copies keys and values of all layers; `copies` is [n, 2] (source, destination), all sources read first."""
+        if copies.size:
+            sources, destinations = torch.from_numpy(copies.T.copy())
+            self._kv.index_copy_(1, destinations, self._kv.index_select(1, sources))
 
     def forward(self, inputs: StepInputs, tables: npt.NDArray[np.int32]) -> torch.Tensor:
         """Computes every row's tokens, writes their KV, and returns logits [sampling rows, vocab]."""

@@ -13,10 +13,9 @@ from triptych.inference.v1 import generation_pb2
 from services.common.contract import PROTOCOL_VERSION, SAMPLING, SERVED_SAMPLING, Door
 from services.common.errors import RequestError, invalid, unserved
 from services.executor.executor import Facts
-from services.executor.plan import BadPlanError, Int64s, Outcome, Plan, Settings, Started
+from services.executor.plan import MAX_IN_FLIGHT, BadPlanError, Int64s, Outcome, Plan, Settings, Started
 from services.executor.sampler import SamplingParams
 
-MAX_IN_FLIGHT = 1
 FEATURES: tuple[str, ...] = ()
 """Optional parts of the contract served; none yet."""
 
@@ -61,7 +60,7 @@ _SERVED = {
             "logprobs",
         }
     ),
-    "triptych.executor.v1.GroupUpdate": frozenset({"new_blocks"}),
+    "triptych.executor.v1.GroupUpdate": frozenset({"new_blocks", "copies"}),
     SAMPLING: SERVED_SAMPLING,
 }
 DOOR = Door(_SERVED)
@@ -147,18 +146,17 @@ def plan(message: pb.StepPlan) -> Plan:
     slots = _column(message.slots, "slots")
     if len(message.groups) > 1:
         raise BadPlanError(f"groups has {len(message.groups)} entries, the model has 1 KV group")
-    new_blocks = _column(message.groups[0].new_blocks, "new_blocks") if message.groups else slots[:0]
-    if new_blocks.size % 2:
-        raise BadPlanError("new_blocks is not made of (slot, block) pairs")
+    group = message.groups[0] if message.groups else pb.GroupUpdate()
     return Plan(
         step=message.step,
         freed_slots=_column(message.freed_slots, "freed_slots"),
         started=tuple(_started(request) for request in message.started),
-        new_blocks=new_blocks.reshape(-1, 2),
+        new_blocks=_pairs(group.new_blocks, "new_blocks", "(slot, block)"),
         slots=slots,
         token_counts=_from_tail(_column(message.token_counts, "token_counts"), len(slots)),
         computed_tokens=message.computed_tokens if message.HasField("computed_tokens") else None,
         deadline_s=message.deadline_ms / 1000 if message.deadline_ms else None,
+        copies=_pairs(group.copies, "copies", "(source, destination)"),
     )
 
 
@@ -213,6 +211,13 @@ def _bytes_to_ids(column: bytes, name: str) -> np.ndarray[tuple[int], np.dtype[n
 
 def _column(column: bytes, name: str) -> Int64s:
     return _bytes_to_ids(column, name).astype(np.int64)
+
+
+def _pairs(column: bytes, name: str, meaning: str) -> Int64s:
+    numbers = _column(column, name)
+    if numbers.size % 2:
+        raise BadPlanError(f"{name} is not made of {meaning} pairs")
+    return numbers.reshape(-1, 2)
 
 
 def _from_tail(tail: Int64s, rows: int) -> Int64s:

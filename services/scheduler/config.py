@@ -49,3 +49,9 @@ class SchedulerConfig(ServiceConfig):
     kv_event_log: int = Field(
         10_000, ge=1, description="changes of the prefix cache kept for subscribers that come back"
     )
+    max_in_flight: int | None = Field(
+        None, ge=1, le=2, description="steps under way at once; unset: what the executor takes, at most 2"
+    )
+    self_test_interval_s: float = Field(
+        30.0, ge=0.1, le=86400, description="seconds without a token or a request after which a token is made as a test"
+    )

@@ -1,7 +1,9 @@
 """The engine: the core between its frontends and its executor.
 
-Its step loop is the sentence "plan, execute, apply, deliver". Nothing in it waits for a frontend: what is delivered
-goes into outboxes. A Run stream is an epoch; when one is lost, all requests end UNAVAILABLE and the next starts empty.
+Its step loop is the sentence "plan, execute, apply, deliver", with as many steps under way as the executor takes: a
+plan is sent as soon as there is one, and never held back for another. Nothing in it waits for a frontend: what is
+delivered goes into outboxes. A Run stream is an epoch; when one is lost, all requests end UNAVAILABLE and the next
+starts empty.
 """
 
 from __future__ import annotations
@@ -15,21 +17,22 @@ from triptych.engine.v1 import engine_pb2
 
 from services.common.digests import chained_digest
 from services.common.errors import RequestError, StartError, unavailable
-from services.scheduler import door, outputs
+from services.scheduler import door, outputs, self_test
 from services.scheduler.clock import now_ns
 from services.scheduler.core.kv_events import Stored
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import Failure, FailureKind, RequestKey
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.core.step import InvariantError, ResultError, StepPlan, Updates
+from services.scheduler.core.step import InvariantError, ResultError, Updates
 from services.scheduler.executor_link import ExecutorFacts, ExecutorLink
-from services.scheduler.executor_run import ExecutorLostError, ExecutorRun, ExecutorTakenError
+from services.scheduler.executor_run import Answer, ExecutorLostError, ExecutorRun, ExecutorTakenError
 from services.scheduler.frontends import Frontends
 from services.scheduler.identity import Model
 from services.scheduler.kv_event_log import KvEventLog
 from services.scheduler.outbox import Outbox
 from services.scheduler.plan_codec import OwnLogprobs
 from services.scheduler.recording import Journal, RecordedScheduler
+from services.scheduler.self_test import SelfTest
 from services.scheduler.throughput import DrainRate, Throughput
 
 log = logging.getLogger(__name__)
@@ -65,6 +68,8 @@ class Engine:
         self._first: tuple[ExecutorFacts, Limits] | None = None  # of the first epoch; what frontends were told
         self._hello: engine_pb2.EngineHello | None = None
         self._run: ExecutorRun | None = None
+        self._max_in_flight = 1
+        self._self_test = SelfTest(model.config.self_test_interval_s, self.changed.set)
         self._draining = False
         self._work = asyncio.Event()
         self._empty = asyncio.Event()
@@ -171,9 +176,9 @@ class Engine:
 
     @property
     def can_generate(self) -> bool:
-        """A token could be made now: an epoch is open, its executor speaks, and no step is stuck."""
+        """A token could be made now: an epoch is open, its executor speaks, no step is stuck, the self-test passes."""
         run = self._run
-        if run is None or run.lost is not None or self._draining:
+        if run is None or run.lost is not None or self._draining or not self._self_test.passes:
             return False
         now_s = time.monotonic()
         stuck = run.step_since_s is not None and now_s - run.step_since_s > STUCK_S
@@ -200,9 +205,11 @@ class Engine:
             beat.since_token_ms = round((time.monotonic() - self._token_s) * 1000)
         if (core := self._core) is not None:
             beat.step = core.applied_step
-            beat.running_requests = core.num_running
-            beat.waiting_requests = core.num_waiting
-            beat.waiting_tokens = core.waiting_tokens
+            # The self-test is nobody's request. Where it waits it is the head of the queue, and nothing runs.
+            hidden, runs = int(self._self_test.is_running), core.num_running > 0
+            beat.running_requests = core.num_running - hidden * runs
+            beat.waiting_requests = core.num_waiting - hidden * (not runs)
+            beat.waiting_tokens = core.waiting_tokens - hidden * (not runs)
             beat.total_blocks = core.total_blocks
             beat.free_blocks = core.free_blocks
             beat.prompt_tokens_per_s = self._throughput.prompt_tokens_per_s
@@ -263,7 +270,9 @@ class Engine:
         num_blocks = self._blocks_of(facts, core)
         await self._link.allocate(num_blocks)
         run = await self._link.open(facts.version, self._work.set)
-        core.new_epoch(num_blocks)
+        core.new_epoch(num_blocks, facts.max_in_flight)
+        self._max_in_flight = self.model.max_in_flight(facts)
+        self._self_test.new_epoch()
         self._run = run
         log.info("serving %s on %s, epoch %d", self.model.name, facts.device, run.epoch)
         if self._core is None:
@@ -287,7 +296,8 @@ class Engine:
 
     def _lose(self, error: ExecutorLostError) -> None:
         self._run = None
-        log.error("lost the executor: %s; %d requests end", error, self.core.num_requests)
+        num_requests = self.core.num_requests - self._self_test.is_running
+        log.error("lost the executor: %s; %d requests end", error, num_requests)
         message = "the executor was lost while this request waited or ran; try again"
         self._deliver(self.core.fail_all(FailureKind.EXECUTOR_LOST, message))
         self.core.new_epoch()
@@ -295,34 +305,41 @@ class Engine:
 
     async def _serve(self, run: ExecutorRun, core: Scheduler) -> NoReturn:
         while True:
+            while (answer := run.take()) is not None:
+                self._apply(core, answer)
+            self._work.clear()  # what comes from here on, also while a plan is written, is seen in the next round
+            await self._plan_ahead(run, core)
+            if run.num_under_way:
+                await self._work.wait()
+            else:
+                await self._idle(core)
+
+    async def _plan_ahead(self, run: ExecutorRun, core: Scheduler) -> None:
+        """Sends what can be planned now."""
+        while run.num_under_way < self._max_in_flight:
             preemptions = core.preemptions
             plan = core.plan(now_ns())
             if core.preemptions > preemptions:
                 log.debug("%d requests preempted: the KV pool is full", core.preemptions - preemptions)
             if plan is None:
-                await self._idle(run, core)
-                continue
-            await self._step(run, core, plan)
+                return
+            await run.send(plan)
 
-    async def _step(self, run: ExecutorRun, core: Scheduler, plan: StepPlan) -> None:
-        began_s = time.monotonic()
-        result, logprobs = await run.execute(plan)
+    def _apply(self, core: Scheduler, answer: Answer) -> None:
         try:
-            updates = core.apply(result, now_ns())
+            updates = core.apply(answer.result, now_ns())
         except ResultError as error:
             raise ExecutorLostError(f"its result contradicts the plan: {error}") from error
-        now_s = time.monotonic()
-        if plan.slots:
-            prefilled = sum(count for count in plan.token_counts if count > 1)
-            self._throughput.add(now_s - began_s, prefilled, len(updates.token_ids))
+        if answer.plan.slots and not self._self_test.is_running:
+            prefilled = sum(count for count in answer.plan.token_counts if count > 1)
+            self._throughput.add(answer.step_s, prefilled, len(updates.token_ids))
         if updates.token_ids:
-            self._token_s = now_s
-        self._deliver(updates, logprobs)
+            self._token_s = time.monotonic()
+            self._self_test.token_made(self._token_s)
+        self._deliver(updates, answer.logprobs)
 
-    async def _idle(self, run: ExecutorRun, core: Scheduler) -> None:
-        """Waits for work, on nothing but an event."""
-        if run.lost is not None:
-            raise run.lost
+    async def _idle(self, core: Scheduler) -> None:
+        """Waits for work, on nothing but an event; after a while without a token, makes one."""
         try:
             if core.num_requests:
                 raise InvariantError(f"{core.num_requests} requests wait, but nothing is planned")
@@ -330,19 +347,25 @@ class Engine:
         except InvariantError as error:
             self.idle_faults += 1
             log.error("idle check: %s", error)
-        self._work.clear()
-        await self._work.wait()
+        try:
+            async with asyncio.timeout(None if self._draining else self._self_test.due_in_s()):
+                await self._work.wait()
+        except TimeoutError:
+            self._self_test.begin(core, now_ns())
 
     # -- outputs and deadlines
 
     def _deliver(self, updates: Updates, logprobs: OwnLogprobs | None = None) -> None:
+        self._self_test.settle(self.core, updates)
         for failure in updates.failed:
-            _log_failure(failure)
+            if failure.key.frontend != self_test.FRONTEND:
+                _log_failure(failure)
         now_s = time.monotonic()
         self._drain_rate.add(now_s, len(updates.finished))
         retry_after_ms = self._drain_rate.retry_after_ms(now_s, self.core.num_waiting) if updates.failed else None
         for number, share in outputs.split(updates, logprobs, retry_after_ms).items():
-            self._send(number, share)
+            if number != self_test.FRONTEND:
+                self._send(number, share)
         self._requests_changed()
 
     def _send(self, number: int, share: outputs.Outputs) -> None:
@@ -382,6 +405,8 @@ class Engine:
         """Refuses what is new and returns when no request is left; cut short, it ends the rest UNAVAILABLE."""
         self._draining = True
         self.changed.set()
+        if self._core is not None:
+            self._self_test.abandon(self._core)
         self._requests_changed()
         try:
             await self._empty.wait()

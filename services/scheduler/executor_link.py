@@ -84,10 +84,10 @@ class ExecutorLink:
             raise self._failure("Allocate", error) from None
         log.info("the executor has %d KV blocks and is warm after %d ms", num_blocks, answer.warmup_ms)
 
-    async def open(self, version: int, on_lost: Callable[[], None]) -> ExecutorRun:
-        """A new epoch, higher than all before: milliseconds of the clock."""
+    async def open(self, version: int, on_event: Callable[[], None]) -> ExecutorRun:
+        """A new epoch, higher than all before: milliseconds of the clock. `on_event` as ExecutorRun calls it."""
         self._epoch = max(self._epoch + 1, time.time_ns() // 1_000_000)
-        run = ExecutorRun(self._stub.Run(), self._epoch, on_lost)
+        run = ExecutorRun(self._stub.Run(), self._epoch, on_event)
         try:
             await run.open(version)
         except BaseException:

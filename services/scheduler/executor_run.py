@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -29,22 +31,38 @@ class ExecutorTakenError(ExecutorLostError):
     """Another scheduler has opened a higher epoch on the executor."""
 
 
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """A plan's result. `step_s` is the time the executor had for it alone: since it was sent, or the last was done."""
+
+    plan: StepPlan
+    result: StepResult
+    logprobs: OwnLogprobs | None
+    step_s: float
+
+
 class ExecutorRun:
-    """Plans down, results up. Once lost it stays lost: nothing of this epoch arrives after that."""
+    """Plans down, results up, in order; several plans may be under way. Once lost it stays lost.
+
+    `on_event` is called when an answer has come, and when the run is lost.
+    """
 
     def __init__(
         self,
         call: grpc.aio.StreamStreamCall[executor_pb2.RunRequest, executor_pb2.RunResponse],
         epoch: int,
-        on_lost: Callable[[], None],
+        on_event: Callable[[], None],
     ) -> None:
         self.epoch = epoch
         self.heard_s = time.monotonic()
         self.step_since_s: float | None = None
+        """When the step that the executor is at began; None: it has none."""
         self._call = call
-        self._on_lost = on_lost
+        self._on_event = on_event
         self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._answer: asyncio.Future[executor_pb2.StepResult] | None = None
+        self._plans: deque[StepPlan] = deque()  # without an answer
+        self._answers: deque[Answer] = deque()
+        self._expiry: asyncio.TimerHandle | None = None
         self._lost: ExecutorLostError | None = None
         self._reader = asyncio.create_task(self._read(), name=f"executor-run-{epoch}")
 
@@ -64,27 +82,35 @@ class ExecutorRun:
         except TimeoutError:
             raise ExecutorLostError(f"no heartbeat within {OPEN_TIMEOUT_S:g} s of Open") from None
 
-    async def execute(self, plan: StepPlan) -> tuple[StepResult, OwnLogprobs | None]:
-        """Sends a plan, waits for its result. Raises ExecutorLostError: also when the step's deadline passes."""
-        limit_s = deadline_ms(plan) / 1000 + STEP_SLACK_S
-        answer = self._answer = asyncio.get_running_loop().create_future()
-        self.step_since_s = time.monotonic()
+    @property
+    def num_under_way(self) -> int:
+        """Plans whose answer has not been taken yet."""
+        return len(self._plans) + len(self._answers)
+
+    async def send(self, plan: StepPlan) -> None:
+        """Sends a plan behind those under way. Raises ExecutorLostError: also when it cannot be written in time."""
+        if self._lost is not None:
+            raise self._lost
+        self._plans.append(plan)
+        if len(self._plans) == 1:
+            self._begin_step()
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(_limit_s(plan)):
                 await self._write(encode_plan(plan))
-                if self._lost is not None:
-                    raise self._lost
-                message = await answer
-            return decode_result(message, len(plan.slots))
         except TimeoutError:
-            raise ExecutorLostError(f"step {plan.step} is not done after {limit_s:g} s") from None
-        except ResultError as error:
-            raise ExecutorLostError(f"its result cannot be: {error}") from error
-        finally:
-            self.step_since_s = self._answer = None
+            raise ExecutorLostError(f"step {plan.step} could not be sent within {_limit_s(plan):g} s") from None
+
+    def take(self) -> Answer | None:
+        """The next answer that is here. Raises ExecutorLostError when none is and none will come."""
+        if self._answers:
+            return self._answers.popleft()
+        if self._lost is not None:
+            raise self._lost
+        return None
 
     async def close(self) -> None:
         """Ends the stream, and with it the epoch."""
+        self._end_step()
         self._call.cancel()
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
@@ -99,6 +125,8 @@ class ExecutorRun:
     async def _read(self) -> None:
         try:
             while (message := await self._call.read()) is not grpc.aio.EOF:
+                if self._lost is not None:
+                    return  # too late: its deadline has passed
                 self.heard_s = time.monotonic()
                 self._handle(message)
             code, details = await self._call.code(), await self._call.details()
@@ -114,9 +142,7 @@ class ExecutorRun:
     def _handle(self, message: Any) -> None:
         kind = message.WhichOneof("event")
         if kind == "result":
-            if self._answer is None or self._answer.done():
-                raise ExecutorLostError(f"a result for step {message.result.step} that nobody waits for")
-            self._answer.set_result(message.result)
+            self._take_result(message.result)
         elif kind == "heartbeat":
             if not self._opened.done() and message.heartbeat.epoch == self.epoch:
                 self._opened.set_result(None)
@@ -125,13 +151,48 @@ class ExecutorRun:
             step = f" in step {fault.step}" if fault.HasField("step") else ""
             raise ExecutorLostError(f"it reports {fault_name(fault.kind)}{step}: {fault.message}")
 
+    def _take_result(self, message: executor_pb2.StepResult) -> None:
+        if not self._plans:
+            raise ExecutorLostError(f"a result for step {message.step} that nobody waits for")
+        plan = self._plans.popleft()
+        try:
+            result, logprobs = decode_result(message, len(plan.slots))
+        except ResultError as error:
+            raise ExecutorLostError(f"its result cannot be: {error}") from error
+        self._answers.append(Answer(plan, result, logprobs, time.monotonic() - (self.step_since_s or self.heard_s)))
+        self._end_step()
+        if self._plans:
+            self._begin_step()
+        self._on_event()
+
+    def _begin_step(self) -> None:
+        """The first of the plans is the executor's now: the time for what waits behind it does not run yet."""
+        plan = self._plans[0]
+        self.step_since_s = time.monotonic()
+        self._expiry = asyncio.get_running_loop().call_later(_limit_s(plan), self._expire, plan)
+
+    def _end_step(self) -> None:
+        self.step_since_s = None
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+
+    def _expire(self, plan: StepPlan) -> None:
+        self._lose(ExecutorLostError(f"step {plan.step} is not done after {_limit_s(plan):g} s"))
+
     def _lose(self, error: ExecutorLostError) -> None:
+        if self._lost is not None:
+            return
         self._lost = error
-        for future in (self._opened, self._answer):
-            if future is not None and not future.done():
-                future.set_exception(error)
-                future.exception()  # seen: nobody may be waiting
-        self._on_lost()
+        self._end_step()
+        if not self._opened.done():
+            self._opened.set_exception(error)
+            self._opened.exception()  # seen: nobody may be waiting
+        self._on_event()
+
+
+def _limit_s(plan: StepPlan) -> float:
+    return deadline_ms(plan) / 1000 + STEP_SLACK_S
 
 
 def _ended(code: grpc.StatusCode, details: str | None) -> ExecutorLostError:

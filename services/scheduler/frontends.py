@@ -12,7 +12,7 @@ from services.scheduler.outputs import Outputs
 
 
 class Frontends:
-    """A number is given once, so that nothing of a stream that has ended can reach a later one."""
+    """A number is given once, from 1 on, so that nothing of a stream that has ended can reach a later one."""
 
     def __init__(self) -> None:
         self._outboxes: dict[int, Outbox] = {}

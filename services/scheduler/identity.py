@@ -27,6 +27,10 @@ _DTYPES = {
 }
 
 
+MAX_IN_FLIGHT = 2
+"""One step that runs and one that waits for it keep an executor busy; more would only make what is new wait longer."""
+
+
 @dataclass(frozen=True)
 class Model:
     """The checkpoint as the scheduler sees it, and the operator's limits on it."""
@@ -116,6 +120,15 @@ class Model:
     def _prefill_reserve_tokens(self) -> int:
         configured = self.config.prefill_reserve_tokens
         return self.config.max_num_batched_tokens // 4 if configured is None else configured
+
+    def max_in_flight(self, facts: ExecutorFacts) -> int:
+        """Steps to keep under way at once; the executor may take more than the operator wants."""
+        wanted = self.config.max_in_flight or MAX_IN_FLIGHT
+        if self.config.max_in_flight is not None and wanted > facts.max_in_flight:
+            log.warning(
+                "--max-in-flight is %d, but the executor takes %d, which it is then", wanted, facts.max_in_flight
+            )
+        return min(wanted, facts.max_in_flight)
 
     def fingerprint(self, facts: ExecutorFacts) -> str:
         """Equal fingerprints, equal ids: SHA-256 over weights, tokenizer, dtypes."""

@@ -67,10 +67,10 @@ class RecordedScheduler(Scheduler):
         self._write("fail_all", kind=kind.value, message=message)
         return super().fail_all(kind, message)
 
-    def new_epoch(self, num_blocks: int | None = None) -> None:
+    def new_epoch(self, num_blocks: int | None = None, max_in_flight: int | None = None) -> None:
         """See Scheduler."""
-        self._write("new_epoch", num_blocks=num_blocks)
-        super().new_epoch(num_blocks)
+        self._write("new_epoch", num_blocks=num_blocks, max_in_flight=max_in_flight)
+        super().new_epoch(num_blocks, max_in_flight)
 
     def flush_prefix_cache(self) -> int:
         """See Scheduler."""

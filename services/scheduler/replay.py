@@ -76,7 +76,7 @@ def _call(core: Scheduler, line: dict[str, Any], done: Replayed) -> None:
         case "fail_all":
             core.fail_all(FailureKind(line["kind"]), line["message"])
         case "new_epoch":
-            core.new_epoch(line["num_blocks"])
+            core.new_epoch(line["num_blocks"], line["max_in_flight"])
         case "flush_prefix_cache":
             core.flush_prefix_cache()
         case "plan":

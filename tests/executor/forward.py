@@ -30,6 +30,8 @@ def logits(path: Path, ids: Sequence[int]) -> np.ndarray:
         query_starts=np.array([0, len(ids)]),
         contexts=np.array([len(ids)]),
         sampling_rows=np.array([0]),
+        places=np.array([0]),
+        failed_slots=np.array([], np.int64),
     )
     with torch.inference_mode():
         return runner.forward(inputs, np.arange(1, blocks + 1, dtype=np.int32)[None])[0].numpy()

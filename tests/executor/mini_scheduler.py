@@ -18,6 +18,7 @@ from triptych.inference.v1 import generation_pb2
 from services.common.health import Health
 from services.common.server import Server, channel_options
 from services.executor.executor import Executor
+from services.executor.plan import MAX_IN_FLIGHT
 from services.executor.server import SERVICE_NAME, ExecutorServicer
 
 GREEDY = generation_pb2.Sampling(temperature=0)
@@ -48,6 +49,7 @@ class Rig:
     servicer: ExecutorServicer
     health: Health
     config: pb.EngineConfig
+    port: int
 
     async def load(self, **changes: Any) -> pb.Loaded:
         """Load with this rig's config; `changes` are laid over the LoadRequest."""
@@ -88,7 +90,7 @@ async def serve(
         max_step_tokens=max_step_tokens,
     )
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", channel_options()) as channel:
-        rig = Rig(executor_pb2_grpc.ExecutorServiceStub(channel), channel, servicer, server.health, config)
+        rig = Rig(executor_pb2_grpc.ExecutorServiceStub(channel), channel, servicer, server.health, config, server.port)
         try:
             if num_blocks is not None:
                 await rig.load()
@@ -120,6 +122,12 @@ class RunStream:
         """Writes one StepPlan; its step number is counted here unless given."""
         await self.call.write(pb.RunRequest(plan=pb.StepPlan(**({"step": next(self.steps)} | plan))))
 
+    async def send_ping(self) -> None:
+        """Sends a ping and awaits its answer; what was sent before it has been read by then."""
+        await self.call.write(pb.RunRequest(ping=pb.Ping(sent_unix_ns=1)))
+        while not (await self.call.read()).heartbeat.ping_unix_ns:
+            pass
+
     async def event(self) -> pb.RunResponse | Any:
         """The next message that is no Heartbeat; grpc.aio.EOF at the end."""
         while (event := await self.call.read()) is not grpc.aio.EOF:
@@ -130,6 +138,10 @@ class RunStream:
     async def step(self, **plan: Any) -> pb.StepResult:
         """Sends a plan and returns its result."""
         await self.send(**plan)
+        return await self.result()
+
+    async def result(self) -> pb.StepResult:
+        """The next result."""
         event = await self.event()
         assert event.WhichOneof("event") == "result", event
         return event.result
@@ -152,7 +164,7 @@ class RunStream:
 
 @dataclass
 class Request:
-    """A greedy request as the mini scheduler follows it."""
+    """A greedy request as the mini scheduler follows it; `pending` ids are sampled by steps under way."""
 
     prompt: list[int]
     max_new: int
@@ -162,6 +174,9 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     sampling: generation_pb2.Sampling = field(default_factory=lambda: GREEDY)
     seed: int = 0
+    stop_id: int | None = None
+    pending: int = 0
+    overran: int = 0
 
     @property
     def ids(self) -> list[int]:
@@ -169,31 +184,49 @@ class Request:
 
     @property
     def done(self) -> bool:
-        return len(self.output) >= self.max_new
+        return len(self.output) >= self.max_new or (bool(self.output) and self.output[-1] == self.stop_id)
+
+    @property
+    def to_compute(self) -> int:
+        """The last id allowed is never computed."""
+        return min(len(self.ids) + self.pending, len(self.prompt) + self.max_new - 1) - self.computed
 
 
 class MiniScheduler:
-    """First come, first served; a token budget a step; block ids handed out in a scrambled order."""
+    """First come, first served; a token budget a step; block ids handed out in a scrambled order.
 
-    def __init__(self, run: RunStream, config: pb.EngineConfig, num_blocks: int, *, budget: int = 256) -> None:
+    Up to `max_in_flight` plans are under way before the first one's result is read.
+    """
+
+    def __init__(
+        self, run: RunStream, config: pb.EngineConfig, num_blocks: int, *, budget: int = 256, max_in_flight: int = 1
+    ) -> None:
         self._run = run
         self._block_tokens = config.block_tokens
         self._budget = budget
+        self._max_in_flight = max_in_flight
         self._free_slots = list(range(config.max_slots))
+        self._cooling: list[tuple[int, int]] = []  # (step from which it may be used again, slot)
         self._free_blocks = np.random.default_rng(0).permutation(np.arange(1, num_blocks)).tolist()
         self._freed: list[int] = []
         self._running: list[Request] = []
         self._waiting: list[Request] = []
+        self._in_flight: list[list[tuple[Request, int, bool]]] = []  # (request, slot, whether it samples)
         self.steps = 0
+        self.most_in_flight = 0
 
     async def finish(self, requests: Sequence[Request], *, preempt_every: int = 0) -> None:
         """Runs all requests to their end; every `preempt_every` steps the youngest is preempted and comes back."""
         self._waiting += requests
-        while self._running or self._waiting:
+        while self._running or self._waiting or self._in_flight:
             if preempt_every and self.steps % preempt_every == preempt_every - 1 and self._running:
                 self._leave(victim := self._running[-1])
                 self._waiting.insert(0, victim)
-            await self._step()
+            while len(self._in_flight) < self._max_in_flight and await self._plan():
+                pass
+            self.most_in_flight = max(self.most_in_flight, len(self._in_flight))
+            if self._in_flight:
+                self._apply(self._in_flight.pop(0), await self._run.result())
 
     def _leave(self, request: Request) -> None:
         self._running.remove(request)
@@ -201,18 +234,23 @@ class MiniScheduler:
         self._free_blocks += request.blocks
         request.slot, request.computed, request.blocks = None, 0, []
 
-    async def _step(self) -> None:
-        freed, self._freed = self._freed, []
+    async def _plan(self) -> bool:
+        """Sends the next plan, unless nothing can be computed before a result is there."""
+        number = self.steps + 1
+        self._free_slots += [slot for step, slot in self._cooling if step <= number]
+        self._cooling = [(step, slot) for step, slot in self._cooling if step > number]
         started: list[Request] = []
         rows: list[tuple[Request, int]] = []
         new_blocks: list[int] = []
         budget = self._budget
         for request in [*self._running, *self._waiting]:
-            if request.slot is None and not self._free_slots:
+            if request.slot is None and (not self._free_slots or request.pending):
                 break
-            count = min(len(request.ids) - request.computed, budget)
+            count = min(request.to_compute, budget)
+            if budget == 0:
+                break
             if count == 0:
-                break
+                continue
             needed = -(-(request.computed + count) // self._block_tokens) - len(request.blocks)
             blocks = [self._free_blocks.pop() for _ in range(needed)]
             request.blocks += blocks
@@ -223,12 +261,15 @@ class MiniScheduler:
                 new_blocks += [value for block in blocks for value in (request.slot, block)]
             rows.append((request, count))
             budget -= count
+        if not rows and self._in_flight:
+            return False
         self._waiting = [request for request in self._waiting if request not in started]
         self._running += started
         # Rows that compute one token first: what the column is shortened by.
         rows.sort(key=lambda row: row[1] != 1)
         ones = sum(count == 1 for _, count in rows)
-        result = await self._run.step(
+        freed, self._freed = self._freed, []
+        await self._run.send(
             freed_slots=column(*freed),
             started=[self._whole(request) for request in started],
             groups=[pb.GroupUpdate(new_blocks=column(*new_blocks))],
@@ -236,9 +277,16 @@ class MiniScheduler:
             token_counts=column(*(count for _, count in rows[ones:])),
             computed_tokens=sum(request.computed for request, _ in rows),
         )
-        self._free_slots += freed
-        self._apply(rows, result)
-        self.steps += 1
+        self.steps = number
+        self._cooling += [(number + MAX_IN_FLIGHT, slot) for slot in freed]
+        self._in_flight.append([self._move_on(request, count) for request, count in rows])
+        return True
+
+    def _move_on(self, request: Request, count: int) -> tuple[Request, int, bool]:
+        request.computed += count
+        samples = request.computed == len(request.ids) + request.pending
+        request.pending += samples
+        return request, request.slot, samples
 
     def _whole(self, request: Request) -> pb.NewRequest:
         return pb.NewRequest(
@@ -250,14 +298,21 @@ class MiniScheduler:
             seed=request.seed,
         )
 
-    def _apply(self, rows: list[tuple[Request, int]], result: pb.StepResult) -> None:
+    def _apply(self, rows: list[tuple[Request, int, bool]], result: pb.StepResult) -> None:
         tail, ids = read(result.token_counts), read(result.token_ids)
         counts = [1] * (len(rows) - len(tail)) + tail
-        for (request, computed), count in zip(rows, counts, strict=True):
-            request.computed += computed
-            assert count == (request.computed == len(request.ids)), "a row samples just when it reaches its end"
-            if count:
-                request.output.append(ids.pop(0))
+        for (request, slot, samples), count in zip(rows, counts, strict=True):
+            assert count == samples, "a row samples just when it reaches its end"
+            if not count:
+                continue
+            token_id = ids.pop(0)
+            request.pending -= 1
             if request.done:
+                request.overran += 1  # planned before the stop was known
+                continue
+            request.output.append(token_id)
+            if request.done and request.slot == slot:
                 self._leave(request)
+            elif request.done:
+                self._waiting.remove(request)  # preempted while its last id was on its way
         assert not ids

@@ -49,7 +49,10 @@ BAD_PLANS = {
     "frees a slot past the slots": ({"freed_slots": column(8)}, "slot 8"),
     "frees a slot twice": ({"freed_slots": column(1, 1)}, "twice"),
     "starts in a slot in use": ({"started": [started(1)]}, "slot 1 is in use"),
-    "starts in a slot that the same step frees": ({"freed_slots": column(1), "started": [started(1)]}, "in use"),
+    "starts in a slot that the same step frees": (
+        {"freed_slots": column(1), "started": [started(1)]},
+        "freed by step 2 and is reusable from step 4",
+    ),
     "starts past the slots": ({"started": [started(8)]}, "slot 8"),
     "starts a slot twice": ({"started": [started(2), started(2)]}, "slot 2 is in use"),
     "starts without ids": ({"started": [started(2, token_ids=b"", prompt_tokens=0)]}, "0 ids"),
@@ -60,6 +63,10 @@ BAD_PLANS = {
         "129 ids",
     ),
     "starts with everything computed": ({"started": [started(2, computed_tokens=3)]}, "computed 3 of 3"),
+    "starts with more computed than its blocks hold": (
+        {"started": [started(2, token_ids=column(*[5] * 20), computed_tokens=17)]},
+        "computed 17 tokens, its 1 blocks hold 16",
+    ),
     "starts with an id past the vocabulary": ({"started": [started(2, token_ids=column(5, 512, 7))]}, "id 512"),
     "starts with half an id": ({"started": [started(2, token_ids=b"\0" * 13)]}, "13 bytes"),
     "starts with the null block": ({"started": [started(2, block_ids=[column(0)])]}, "block 0"),
@@ -82,6 +89,17 @@ BAD_PLANS = {
         "more blocks",
     ),
     "gives blocks of two KV groups": ({"groups": [pb.GroupUpdate(), pb.GroupUpdate()]}, "2 entries"),
+    "copies half a pair": ({"groups": [pb.GroupUpdate(copies=column(3))]}, "copies is not made of (source, dest"),
+    "copies the null block": ({"groups": [pb.GroupUpdate(copies=column(0, 3))]}, "copies: source: block 0"),
+    "copies onto the null block": ({"groups": [pb.GroupUpdate(copies=column(3, 0))]}, "copies: destination: block 0"),
+    "copies a block past the pool": ({"groups": [pb.GroupUpdate(copies=column(BLOCKS, 3))]}, f"block {BLOCKS}"),
+    "copies onto a block of no slot": ({"groups": [pb.GroupUpdate(copies=column(3, 4))]}, "4 is a block of no slot"),
+    "copies onto a block that it frees": (
+        {"freed_slots": column(1), "groups": [pb.GroupUpdate(copies=column(4, 3))]},
+        "3 is a block of no slot",
+    ),
+    "copies a block onto itself": ({"groups": [pb.GroupUpdate(copies=column(3, 3))]}, "block 3 is to be copied onto"),
+    "copies two blocks onto one": ({"groups": [pb.GroupUpdate(copies=column(4, 3, 5, 3))]}, "destination twice"),
     "computes a slot not in use": ({"slots": column(2)}, "slot 2"),
     "computes a slot past the slots": ({"slots": column(8)}, "slot 8"),
     "computes a slot twice": ({"slots": column(1, 1)}, "twice"),
@@ -105,7 +123,6 @@ BAD_PLANS = {
     # not served yet: refused by name
     "masks rows": ({"slots": column(1), "masked_slots": column(1)}, "masked_slots"),
     "forces ids": ({"slots": column(1), "forced_ids": column(1, 5)}, "forced_ids"),
-    "copies blocks": ({"groups": [pb.GroupUpdate(copies=column(3, 4))]}, "plan.groups[0].copies"),
     "traces": ({"slots": column(1), "traceparent": "00-1-2-01"}, "traceparent"),
     "asks for prompt logprobs": ({"started": [started(2, prompt_logprobs=0)]}, "plan.started[0].prompt_logprobs"),
     "asks for alternatives": ({"started": [started(2, logprobs=1)]}, "logprobs"),
@@ -196,12 +213,45 @@ def test_the_last_id_of_the_context_is_sampled_and_nothing_after_it() -> None:
         begin(batch, step=4, slots=column(0))
 
 
-def test_a_freed_slot_is_taken_by_the_next_step_and_its_blocks_at_once() -> None:
+def test_a_freed_slot_is_taken_two_steps_later_and_its_blocks_at_once() -> None:
+    """A plan made before step 2 was done may be the one of step 3: the slot is reusable from 2 + 2 in flight."""
     batch = make()
     begin(batch, step=2, freed_slots=column(1), started=[started(2)], slots=column(2), token_counts=column(3))
-    inputs = begin(batch, step=3, started=[started(1, block_ids=[column(4)])], slots=column(1), token_counts=column(2))
+    with pytest.raises(BadPlanError, match="freed by step 2 and is reusable from step 4 on, this is step 3"):
+        begin(batch, step=3, started=[started(1)])
+    begin(batch, step=3)
+    inputs = begin(batch, step=4, started=[started(1, block_ids=[column(4)])], slots=column(1), token_counts=column(2))
     assert batch.tables[1, :2].tolist() == [4, -1]
     assert inputs.positions.tolist() == [0, 1] and inputs.sampling_rows.size == 0
+
+
+def test_rows_of_a_failed_slot_are_left_out_until_it_is_freed() -> None:
+    """The plan of step 3 was made before the failure in step 2 was known: it counts an id that is not there."""
+    batch = make()
+    begin(batch, step=2, started=[started(4, block_ids=[column(5)])], slots=column(1, 4), token_counts=column(3))
+    batch.append(np.array([1]), np.array([9]))
+    batch.fail(np.array([4]))
+    inputs = begin(batch, step=3, slots=column(4, 1), computed_tokens=7)
+    assert inputs.failed_slots.tolist() == [4]
+    assert (inputs.slots.tolist(), inputs.places.tolist(), inputs.token_ids.tolist()) == ([1], [1], [9])
+    batch.fail(inputs.failed_slots)
+    assert begin(batch, step=4, slots=column(4), computed_tokens=4).slots.size == 0
+    begin(batch, step=5, freed_slots=column(4))
+    begin(batch, step=6)
+    again = begin(batch, step=7, started=[started(4)], slots=column(4), token_counts=column(3))
+    assert again.slots.tolist() == [4] and again.failed_slots.size == 0
+
+
+def test_a_destination_may_be_a_block_that_the_plan_gives_out() -> None:
+    batch = make()
+    copies = column(3, 4, 3, 6)
+    begin(
+        batch,
+        step=2,
+        started=[started(2, block_ids=[column(4)], computed_tokens=2)],
+        groups=[pb.GroupUpdate(new_blocks=column(2, 6), copies=copies)],
+    )
+    assert batch.tables[2, :3].tolist() == [4, 6, -1]
 
 
 def test_a_plan_without_rows_frees_and_starts() -> None:

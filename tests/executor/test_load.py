@@ -44,7 +44,7 @@ async def test_load_reports_progress_and_ends_with_what_is_loaded(tiny: Path) ->
         file_hash = hashlib.sha256((tiny / "model.safetensors").read_bytes()).hexdigest()
         assert loaded.weights_hash == hashlib.sha256(file_hash.encode()).hexdigest()
         assert loaded.config_hash == hashlib.sha256((tiny / "config.json").read_bytes()).hexdigest()
-        assert (loaded.version, loaded.device, loaded.vocab_size, loaded.max_in_flight) == (1, "cpu", 512, 1)
+        assert (loaded.version, loaded.device, loaded.vocab_size, loaded.max_in_flight) == (1, "cpu", 512, 2)
         assert (loaded.dtype, loaded.kv_dtype) == (pb.D_TYPE_FLOAT32, pb.D_TYPE_FLOAT32)
         (group,) = loaded.kv_groups
         assert (group.block_tokens, group.block_bytes) == (16, BLOCK_BYTES)

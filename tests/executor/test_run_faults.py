@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import torch
 from triptych.executor.v1 import executor_pb2 as pb
@@ -71,16 +73,77 @@ async def test_a_fault_names_the_slot_where_it_can(tiny: Path) -> None:
         assert read(fault.slots) == [4] and fault.step == 1
 
 
-async def test_a_plan_ahead_of_the_last_result_is_a_fault(tiny: Path) -> None:
+async def test_a_third_plan_before_the_first_result_is_a_fault(tiny: Path) -> None:
     hooked, release = Hooked(), threading.Event()
     async with serve(tiny, num_blocks=BLOCKS, make=hooked) as rig:
         run = await RunStream.open(rig)
         hooked.before = lambda: release.wait(30)
         await run.send(**first())
         await run.send(slots=column(1))
+        await run.send(slots=column(1))
         event = await run.event()
-        assert event.fault.kind == pb.FAULT_KIND_BAD_PLAN and "in flight" in event.fault.message
+        assert event.fault.kind == pb.FAULT_KIND_BAD_PLAN and "2 are without a result" in event.fault.message
         release.set()
+        await check_serves(rig, tiny)
+
+
+async def test_a_step_that_waits_starts_by_itself_and_says_how_long_it_waited(tiny: Path) -> None:
+    hooked, entered, release = Hooked(), threading.Event(), threading.Event()
+    async with serve(tiny, num_blocks=BLOCKS, make=hooked) as rig:
+        run = await RunStream.open(rig)
+        hooked.before = lambda: (entered.set(), release.wait(30))
+        await run.send(**first())
+        await asyncio.to_thread(entered.wait, 30)
+        await run.send(slots=column(1), computed_tokens=3)  # its id is not known yet
+        await asyncio.sleep(0.2)
+        release.set()
+        results = [await run.result(), await run.result()]
+        (expected,) = reference_ids(tiny, [PROMPT], 2, ignore_eos=True)
+        assert [read(result.token_ids) for result in results] == [[expected[0]], [expected[1]]]
+        assert results[0].wait_us < 150_000 < 190_000 <= results[1].wait_us
+        assert results[1].execute_us < 150_000  # the wait is told apart from the work
+        await run.close()
+
+
+async def test_a_fault_loses_both_steps_in_flight(tiny: Path) -> None:
+    hooked, entered, release, calls = Hooked(), threading.Event(), threading.Event(), []
+
+    def fail() -> None:
+        calls.append(1)
+        entered.set()
+        release.wait(30)
+        raise RuntimeError("broken")
+
+    async with serve(tiny, num_blocks=BLOCKS, make=hooked) as rig:
+        run = await RunStream.open(rig)
+        await run.step(**first())
+        hooked.before = fail
+        await run.send(slots=column(1))
+        await asyncio.to_thread(entered.wait, 30)
+        await run.send(slots=column(1))
+        await run.send_ping()  # the plan before it has been taken once this is answered
+        release.set()
+        event = await run.event()
+        assert event.fault.kind == pb.FAULT_KIND_INTERNAL and event.fault.step == 2
+        assert await run.event() is grpc.aio.EOF
+        hooked.before = None
+        await check_serves(rig, tiny)
+        assert calls == [1], "the step behind the faulty one was begun"
+
+
+async def test_a_plan_that_contradicts_what_the_step_before_it_did_is_a_fault_of_its_own(tiny: Path) -> None:
+    hooked, entered, release = Hooked(), threading.Event(), threading.Event()
+    async with serve(tiny, num_blocks=BLOCKS, make=hooked) as rig:
+        run = await RunStream.open(rig)
+        hooked.before = lambda: (entered.set(), release.wait(30))
+        await run.send(**first())
+        await asyncio.to_thread(entered.wait, 30)
+        await run.send(slots=column(1), token_counts=column(2))  # one id more than step 1 samples
+        release.set()
+        assert (await run.result()).token_ids
+        event = await run.event()
+        assert event.fault.kind == pb.FAULT_KIND_BAD_PLAN and event.fault.step == 2
+        hooked.before = None
         await check_serves(rig, tiny)
 
 
@@ -117,13 +180,20 @@ async def test_X2_memory_that_torch_cannot_get_is_out_of_memory(tiny: Path) -> N
         await check_serves(rig, tiny)
 
 
-async def test_nan_logits_fail_one_row_and_the_others_go_on(tmp_path: Path) -> None:
-    good = tiny_llama(tmp_path / "good")
+@pytest.fixture(scope="module")
+def good_and_broken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The same model twice; in the second one id 300 makes NaN."""
     from safetensors.torch import load_file
 
+    folder = tmp_path_factory.mktemp("broken")
+    good = tiny_llama(folder / "good")
     embedding = load_file(good / "model.safetensors")["model.embed_tokens.weight"]
     embedding[300] = torch.nan
-    broken = tiny_llama(tmp_path / "broken", extra={"model.embed_tokens.weight": embedding})
+    return good, tiny_llama(folder / "broken", extra={"model.embed_tokens.weight": embedding})
+
+
+async def test_nan_logits_fail_one_row_and_the_others_go_on(good_and_broken: tuple[Path, Path]) -> None:
+    good, broken = good_and_broken
     async with serve(broken, num_blocks=BLOCKS) as rig:
         run = await RunStream.open(rig)
         result = await run.step(
@@ -148,4 +218,36 @@ async def test_nan_logits_fail_one_row_and_the_others_go_on(tmp_path: Path) -> N
         )
         assert read(result.token_ids) == [expected[1], expected[1], expected[0]]
         assert not result.failed
+        await run.close()
+
+
+async def test_the_row_planned_behind_a_failed_one_fails_too_and_nothing_else(
+    good_and_broken: tuple[Path, Path],
+) -> None:
+    good, broken = good_and_broken
+    (expected,) = reference_ids(good, [PROMPT], 3, ignore_eos=True)
+    async with serve(broken, num_blocks=BLOCKS) as rig:
+        run = await RunStream.open(rig)
+        await run.send(
+            started=[started(0, block_ids=[column(1)], token_ids=column(5, 300, 7)), started(1, block_ids=[column(2)])],
+            slots=column(0, 1),
+            token_counts=column(3, 3),
+        )
+        await run.send(slots=column(0, 1), computed_tokens=6)  # before the failure can be known
+        results = [await run.result(), await run.result()]
+        for result, token_id in zip(results, expected, strict=False):
+            assert [(row.slot, row.kind) for row in result.failed] == [(0, pb.FAULT_KIND_BAD_LOGITS)]
+            assert read(result.token_counts) == [0, 1]
+            assert read(result.token_ids) == [token_id]
+        assert read((await run.step(freed_slots=column(0), slots=column(1))).token_ids) == [expected[2]]
+        await run.close()
+
+
+async def test_a_step_of_failed_rows_alone_computes_nothing(good_and_broken: tuple[Path, Path]) -> None:
+    async with serve(good_and_broken[1], num_blocks=BLOCKS) as rig:
+        run = await RunStream.open(rig)
+        await run.step(**first(token_ids=column(5, 300, 7)))
+        result = await run.step(slots=column(1))
+        assert [row.slot for row in result.failed] == [1]
+        assert read(result.token_counts) == [0] and not result.token_ids
         await run.close()

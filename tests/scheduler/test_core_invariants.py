@@ -138,8 +138,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(pick=st.randoms(use_true_random=False))
     def failed_row(self, pick: random.Random) -> None:
-        # With several steps in flight a row behind a failed one has no sense; the executor answers for that.
-        if (live := self._live()) and self.driver.limits.max_in_flight == 1:
+        if live := self._live():
             self.driver.failing.add(pick.choice(live))
 
     @rule()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from triptych.executor.v1 import executor_pb2
 
@@ -22,9 +21,14 @@ def batch() -> Batch:
     return made
 
 
-def start(slot: int, ids: list[int], blocks: list[int]) -> executor_pb2.NewRequest:
+def start(slot: int, ids: list[int], blocks: list[int], computed: int = 0) -> executor_pb2.NewRequest:
     return executor_pb2.NewRequest(
-        slot=slot, token_ids=ids_column(ids), prompt_tokens=len(ids), block_ids=[ids_column(blocks)], seed=3
+        slot=slot,
+        token_ids=ids_column(ids),
+        prompt_tokens=len(ids),
+        block_ids=[ids_column(blocks)],
+        computed_tokens=computed,
+        seed=3,
     )
 
 
@@ -37,8 +41,9 @@ def plan(
     slots: list[int] | None = None,
     counts: list[int] | None = None,
     computed: int | None = None,
+    copies: list[int] | None = None,
 ) -> executor_pb2.StepPlan:
-    groups = [executor_pb2.GroupUpdate(new_blocks=ids_column(new_blocks))] if new_blocks else []
+    groups = [executor_pb2.GroupUpdate(new_blocks=ids_column(new_blocks or []), copies=ids_column(copies or []))]
     return executor_pb2.StepPlan(
         step=step,
         freed_slots=ids_column(freed or []),
@@ -71,6 +76,14 @@ def plan(
         (plan(3, started=[start(2, [1] * 5, [4])], slots=[2], counts=[5]), "5 tokens in 1 blocks of 4"),
         (plan(3, started=[start(2, [1] * 7, [4, 5])], slots=[2], counts=[7]), "7 tokens in a step, the limit is 6"),
         (plan(3, started=[start(2, [1] * 3, [4])], slots=[2, 0], counts=[3, 1]), "do not come first"),
+        (plan(3, started=[start(2, [1, 2, 3, 4, 5], [4, 5], computed=5)]), "5 of 5 tokens are computed already"),
+        (plan(3, started=[start(2, [1, 2, 3, 4, 5, 6], [4], computed=5)]), "5 computed tokens in 1 blocks"),
+        (plan(3, started=[start(2, [1, 2, 3, 4, 5], [1, 2], computed=4)]), "block 2 for slot 2 is slot 0's"),
+        (plan(3, started=[start(2, [9, 9], [3], computed=1)]), "block 3 for slot 2 is slot 1's"),
+        (plan(3, copies=[1, 4]), "block 1 is copied to 4, a block of no slot"),
+        (plan(3, copies=[1, 1]), "or itself"),
+        (plan(3, copies=[0, 1]), "block 0 is outside"),
+        (plan(3, copies=[1, 3, 2, 3]), r"copies from \[1, 2\] to \[3, 3\]"),
         (executor_pb2.StepPlan(step=3, forced_ids=b"12345678"), "forced_ids"),
         (executor_pb2.StepPlan(step=3, masked_slots=b"1234"), "masked_slots"),
     ],
@@ -80,10 +93,79 @@ def test_a_plan_that_breaks_the_contract_is_found(bad: executor_pb2.StepPlan, co
         batch().take(bad)
 
 
-def test_a_block_that_was_written_over_is_found() -> None:
+IDS = [1, 2, 3, 4, 5]  # of slot 0 in `batch`
+
+
+def ids_of(made: Batch, *plans: executor_pb2.StepPlan) -> dict[int, list[int]]:
+    """What each slot samples in these steps."""
+    sampled: dict[int, list[int]] = {}
+    for each in plans:
+        for row in made.take(each):
+            if row.samples:
+                token_id = made.next_id(row.slot)
+                row.slot.append(token_id)
+                sampled.setdefault(row.number, []).append(token_id)
+    return sampled
+
+
+def test_a_block_that_was_written_over_makes_wrong_ids_from_then_on() -> None:
+    expected = expected_ids(IDS, 3, 4, 50)[1:]
+    assert ids_of(batch(), plan(3, slots=[0]), plan(4, slots=[0]), plan(5, slots=[0]))[0] == expected
     made = batch()
-    made._kv[np.arange(4, 8)] = 7  # block 1
-    with pytest.raises(PlanError, match="do not hold its ids any more"):
+    made._kv[1, 2] = 7
+    got = ids_of(made, plan(3, slots=[0]), plan(4, slots=[0]), plan(5, slots=[0]))[0]
+    assert got != expected and len(made.misreads) == 3
+    assert made.misreads[0] == "step 3: slot 0 finds other KV than its own at 2"
+
+
+def test_whole_blocks_that_are_computed_are_shared_and_read() -> None:
+    made = batch()
+    got = ids_of(made, plan(3, started=[start(2, [*IDS[:4], 8], [1, 4], computed=4)], slots=[0, 2]))
+    assert got == {0: [expected_ids(IDS, 3, 2, 50)[1]], 2: expected_ids([*IDS[:4], 8], 3, 1, 50)}
+    assert made.misreads == [] and made.num_blocks_held == 4
+    made.take(plan(4, freed=[0]))
+    assert made.num_blocks_held == 3  # block 1 is still slot 2's
+    made.take(plan(5, freed=[1, 2]))
+    assert made.num_blocks_held == 0
+
+
+@pytest.mark.parametrize(
+    ("ids", "blocks", "computed"),
+    [
+        ([1, 2, 3, 9, 8], [1, 4], 4),  # another id in the shared block
+        ([9, 1, 2, 3, 4, 8], [4, 5], 5),  # a block never computed
+        ([1, 2, 3, 4, 1, 2, 3, 4, 8], [1, 1, 4], 8),  # the right ids, at other places
+    ],
+)
+def test_kv_of_something_else_makes_wrong_ids(ids: list[int], blocks: list[int], computed: int) -> None:
+    made = batch()
+    if blocks.count(1) == 2:  # its own block twice is against the rules; a copy of it is not
+        made._kv[6] = made._kv[1]
+        blocks = [1, 6, 4]
+    got = ids_of(made, plan(3, started=[start(2, ids, blocks, computed=computed)], slots=[2]))
+    assert got[2] != expected_ids(ids, 3, 1, 50) and len(made.misreads) == 1
+
+
+def test_a_block_computed_in_the_same_step_is_not_there_yet() -> None:
+    made = batch()
+    made.take(plan(3, started=[start(2, [7, 7, 7, 7], [4])], slots=[2], counts=[3]))
+    made.take(plan(4, freed=[1]))
+    with pytest.raises(PlanError, match=r"slot 2 writes into block 4, which slots \[2, 1\] hold"):
+        made.take(plan(5, started=[start(1, [7, 7, 7, 7, 1], [4, 5], computed=4)], slots=[2, 1]))
+
+
+def test_copies_carry_what_earlier_steps_wrote() -> None:
+    ids = [1, 2, 3, 4, 5, 6]
+    right = plan(3, started=[start(2, ids, [1, 4], computed=5)], copies=[2, 4], slots=[2])
+    assert ids_of(batch(), right)[2] == expected_ids(ids, 3, 1, 50)
+    wrong = plan(3, started=[start(2, ids, [1, 4], computed=5)], copies=[3, 4], slots=[2])
+    assert ids_of(batch(), wrong)[2] != expected_ids(ids, 3, 1, 50)
+
+
+def test_writing_into_a_block_that_two_hold_is_found() -> None:
+    made = batch()
+    made._holders[2].append(1)
+    with pytest.raises(PlanError, match=r"slot 0 writes into block 2, which slots \[0, 1\] hold"):
         made.take(plan(3, slots=[0]))
 
 

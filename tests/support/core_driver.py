@@ -224,8 +224,9 @@ class CoreDriver:
             key = self._slot_keys[row.number]
             if not row.samples:
                 counts.append(0)
-            elif key in self.failing:
+            elif key in self.failing or row.slot.failed:
                 self.failing.discard(key)
+                row.slot.fail()
                 failed[row.number] = "BAD_LOGITS"
                 counts.append(0)
             else:

@@ -221,13 +221,16 @@ class Scheduler:
             self._fail(request, kind, message, updates)
         return updates
 
-    def new_epoch(self, num_blocks: int | None = None) -> None:
+    def new_epoch(self, num_blocks: int | None = None, max_in_flight: int | None = None) -> None:
         """The executor has forgotten everything: what ran is preempted, what was in flight never happened.
 
-        `num_blocks`, where the executor has another number of them now, must still hold the context.
+        `num_blocks` and `max_in_flight` are the executor's now; the blocks must still hold the context.
         """
-        if num_blocks is not None:
-            self.limits = replace(self.limits, num_blocks=num_blocks)
+        self.limits = replace(
+            self.limits,
+            num_blocks=num_blocks or self.limits.num_blocks,
+            max_in_flight=max_in_flight or self.limits.max_in_flight,
+        )
         for request in self._requests.values():
             request.num_tokens = request.num_known
         for request in reversed(self._running.copy()):

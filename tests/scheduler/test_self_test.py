@@ -1,0 +1,128 @@
+"""The idle self-test: it feeds health, and nobody sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import pytest
+from triptych.engine.v1 import engine_pb2
+
+from loadtest.stub_batch import expected_ids
+from loadtest.stub_executor import Faults, StubExecutor
+from services.scheduler import self_test
+from tests.support.attached import Bench, bench, finished, until, until_idle
+
+VOCAB = 512
+OFTEN = {"self_test_interval_s": 0.1}
+
+
+def num_tests(b: Bench) -> int:
+    """Self-tests so far: one id of a prompt of one, with the seed 0 that no request of these tests has."""
+    return sum(start.seed == 0 for plan in b.stub.plans for start in plan.started)
+
+
+async def test_an_idle_engine_makes_a_token_now_and_then_and_tells_nobody(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        async with bench(model, stub=StubExecutor(max_in_flight=2), **OFTEN) as b:
+            caplog.clear()
+            await until(lambda: num_tests(b) >= 3)
+            await until_idle(b.server)
+            beat = await b.frontend.synced()
+            assert beat.since_token_ms < 5_000 and beat.state == engine_pb2.ENGINE_STATE_SERVING
+            assert (beat.prompt_tokens_per_s, beat.output_tokens_per_s) == (0, 0)
+            assert b.frontend.outputs == [] and b.frontend.told == {}
+            assert b.server.engine.core.total_blocks == b.server.engine.core.free_blocks
+            (start,) = b.stub.plans[0].started
+            assert (start.prompt_tokens, start.sampling.temperature) == (1, 0)
+            assert caplog.records == []
+
+
+async def test_it_is_counted_nowhere_while_it_is_under_way(model: Path) -> None:
+    async with bench(model, **OFTEN) as b:
+        b.stub.hold()
+        await until(lambda: num_tests(b) == 1)
+        beat = await b.frontend.synced()
+        assert b.server.engine.core.num_running == 1
+        assert (beat.running_requests, beat.waiting_requests, beat.waiting_tokens) == (0, 0, 0)
+        told = await b.frontend.submit([1] * 5, seed=3)
+        beat = await b.frontend.synced()
+        assert (beat.running_requests, beat.waiting_requests, beat.waiting_tokens) == (0, 1, 5)
+        b.stub.release()
+        await finished(told)
+
+
+async def test_a_request_waits_for_one_step_of_it_at_most_and_is_not_refused_because_of_it(model: Path) -> None:
+    async with bench(model, max_num_seqs=1, max_waiting_requests=0, **OFTEN) as b:
+        b.stub.hold()
+        await until(lambda: num_tests(b) == 1)
+        told = await b.frontend.submit([7, 7], seed=5)
+        await b.frontend.synced()
+        refused = await b.frontend.submit([8], seed=6)  # there is room for one request, as always
+        await finished(refused)
+        assert refused.failed is not None and refused.failed.reason == "QUEUE_FULL"
+        b.stub.release()
+        await finished(told)
+        assert told.ids == expected_ids([7, 7], 5, 8, VOCAB)
+        before = next(i for i, plan in enumerate(b.stub.plans) if any(start.seed == 5 for start in plan.started))
+        assert sum(len(plan.slots) > 0 for plan in b.stub.plans[:before]) == 1  # other steps before it compute nothing
+
+
+async def test_there_is_none_while_requests_make_tokens(model: Path) -> None:
+    async with bench(model, stub=StubExecutor(step_s=0.02), **OFTEN) as b:
+        before = num_tests(b)
+        await b.frontend.run([1], seed=3, max_tokens=40)
+        assert num_tests(b) == before
+
+
+async def test_one_that_does_not_come_back_turns_generate_false_until_it_does(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(self_test, "LIMIT_S", 0.2)
+    async with bench(model, **OFTEN) as b:
+        b.stub.hold()
+        await until(lambda: not b.server.engine.can_generate)
+        health = b.server.server.health
+        await until(lambda: not health.is_serving("generate"))
+        assert health.is_serving("readiness") and health.is_serving("liveness")
+        await until(lambda: b.frontend.heartbeats[-1].state == engine_pb2.ENGINE_STATE_RECOVERING)
+        assert num_tests(b) == 1
+        b.stub.release()
+        await until(lambda: health.is_serving("generate"))
+        await until(lambda: b.frontend.heartbeats[-1].state == engine_pb2.ENGINE_STATE_SERVING)
+
+
+async def test_one_that_fails_turns_generate_false_until_a_token_is_made(model: Path) -> None:
+    stub = StubExecutor(faults=Faults(failed_rows=frozenset({(0, 0)})))  # the self-test's seed, its only id
+    async with bench(model, stub=stub, **OFTEN) as b:
+        await until(lambda: not b.server.engine.can_generate)
+        assert (await b.frontend.run([1], seed=3)).finished  # any token proves that one can be made
+        assert b.server.engine.can_generate
+
+
+async def test_after_a_loss_a_failed_one_is_repeated_at_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_test, "LIMIT_S", 0.1)
+    async with bench(model, **OFTEN) as b:
+        b.stub.hold()
+        await until(lambda: not b.server.engine.can_generate)
+        await b.stub.stop()
+        monkeypatch.setattr(self_test, "LIMIT_S", 10.0)
+        b.server.engine._self_test._interval_s = 3600
+        async with StubExecutor(port=b.stub.port):
+            await until(lambda: b.server.engine.can_generate)
+            await until_idle(b.server)
+
+
+async def test_a_drain_does_not_wait_for_it(model: Path) -> None:
+    async with bench(model, **OFTEN) as b:
+        b.stub.hold()
+        await until(lambda: num_tests(b) == 1)
+        async with asyncio.timeout(5):
+            await b.server.engine.drain()
+        assert not b.server.engine._self_test.is_running
+        limits = b.server.engine.core.limits
+        assert limits.max_waiting == 1024  # the place it brought along has left with it
+        b.stub.release()
