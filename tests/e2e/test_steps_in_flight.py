@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from triptych.inference.v1 import generation_pb2
 
 from tests.executor.mini_scheduler import serve
-from tests.support.attached import Frontend, Told, finished, scheduler_for, until_idle
+from tests.support.attached import Frontend, Port, Told, finished, scheduler_for, until_idle
 from tests.support.checkpoints import check_same_ids, reference_ids
 
 NEW_TOKENS = 40
 GREEDY = generation_pb2.Sampling(temperature=0)
 SEEDED = generation_pb2.Sampling(temperature=1.0, top_k=-1, repetition_penalty=1.2)
 ABORTED = (4, 9)
-
-
-@dataclass
-class Port:
-    """What `scheduler_for` asks of an executor."""
-
-    port: int
-    violations: list[str] = field(default_factory=list)
 
 
 async def streams(

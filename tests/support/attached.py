@@ -32,9 +32,17 @@ def write_model(folder: Path, *, vocab_size: int = 512, context_tokens: int = 10
     return folder
 
 
+@dataclass
+class Port:
+    """An executor of another kind than the stub, by its port."""
+
+    port: int
+    violations: list[str] = field(default_factory=list)
+
+
 @contextlib.asynccontextmanager
 async def scheduler_for(
-    stub: StubExecutor, model: Path, *, max_pending_bytes: int | None = None, wait: bool = True, **config: Any
+    stub: StubExecutor | Port, model: Path, *, max_pending_bytes: int | None = None, wait: bool = True, **config: Any
 ) -> AsyncIterator[SchedulerServer]:
     """A scheduler on a free port. At the end it must be idle with balanced books, and the stub without a complaint."""
     settings = SchedulerConfig(port=0, executor=f"127.0.0.1:{stub.port}", model=str(model), **config)
