@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import grpc
@@ -17,9 +16,9 @@ from triptych.engine.v1 import engine_pb2, engine_pb2_grpc
 from services.common.errors import RequestError, unavailable
 from services.common.server import channel_options
 from services.frontend import engine_wire
-from services.frontend.engine import Outputs, StepReport, Submission
+from services.frontend.engine import StepReport, Submission
+from services.frontend.engine_request import EngineRequest
 from services.frontend.engine_wire import EngineContractError
-from services.frontend.mailbox import Mailbox
 from services.frontend.request import EngineFacts
 
 HEARTBEAT_LIMIT_S = 3.0
@@ -34,23 +33,6 @@ AttachCall: TypeAlias = grpc.aio.StreamStreamCall[engine_pb2.AttachRequest, engi
 log = logging.getLogger(__name__)
 
 
-class EngineRequest:
-    """A request under way. `close` it in any case: an engine that is not done with it is told to stop."""
-
-    def __init__(self, request_id: int, mailbox: Mailbox, close: Callable[[int], None]) -> None:
-        self.request_id = request_id
-        self._mailbox = mailbox
-        self._close = close
-
-    async def take(self) -> Outputs:
-        """What is new, once there is any. Raises the RequestError that ended the request."""
-        return await self._mailbox.take()
-
-    def close(self) -> None:
-        """Aborts what has not ended. May be called again."""
-        self._close(self.request_id)
-
-
 class EngineClient:
     """Attaches, and attaches again; hands each request what is its own."""
 
@@ -63,8 +45,11 @@ class EngineClient:
         self._tokenizer_hash = tokenizer_hash
         self._clock = clock
         self._frontend_id = engine_wire.new_frontend_id()
-        self._ids = itertools.count(1)
-        self._mailboxes: dict[int, Mailbox] = {}
+        self._next_id = 1
+        self._requests: dict[int, EngineRequest] = {}
+        """By id, until they are closed."""
+        self._choices: dict[int, EngineRequest] = {}
+        """By the id of a choice that has not ended: choice i of a request has its id + i."""
         self._outgoing: asyncio.Queue[engine_pb2.AttachRequest] | None = None
         self._state = engine_pb2.ENGINE_STATE_UNSPECIFIED
         self._heard_s = 0.0
@@ -107,20 +92,28 @@ class EngineClient:
     def submit(self, submission: Submission) -> EngineRequest:
         """Hands over a request. Raises UNAVAILABLE where `require` does."""
         self.require()
-        request_id = next(self._ids)
-        mailbox = self._mailboxes[request_id] = Mailbox()
-        self._send(engine_wire.submit(request_id, submission))
-        return EngineRequest(request_id, mailbox, self._close_request)
+        request = EngineRequest(self._next_id, submission.num_choices, end=self._end, close=self._close)
+        self._next_id += submission.num_choices
+        self._requests[request.request_id] = request
+        self._choices.update(dict.fromkeys(request.choice_ids, request))
+        self._send(engine_wire.submit(request.request_id, submission))
+        return request
 
     def fail_all(self, error: RequestError) -> None:
         """Ends every request with `error`, here and in the engine."""
-        for request_id, mailbox in list(self._mailboxes.items()):
-            mailbox.fail(error)
-            self._close_request(request_id)
+        for request in list(self._requests.values()):
+            request.fail(error)
+            request.close()
 
-    def _close_request(self, request_id: int) -> None:
-        if self._mailboxes.pop(request_id, None) is not None:
-            self._send(engine_wire.abort(request_id))
+    def _close(self, request: EngineRequest) -> None:
+        self._requests.pop(request.request_id, None)
+        self._end(request.choice_ids)
+
+    def _end(self, choice_ids: Sequence[int]) -> None:
+        """Tells the engine to stop what has not ended of them."""
+        running = [choice_id for choice_id in choice_ids if self._choices.pop(choice_id, None) is not None]
+        if running:
+            self._send(engine_wire.abort(running))
 
     def _send(self, message: engine_pb2.AttachRequest) -> None:
         if self._outgoing is not None:
@@ -171,17 +164,25 @@ class EngineClient:
             self._on_hello(message.hello)
 
     def _deliver(self, report: StepReport) -> None:
-        for request_id, outputs in report.outputs.items():
-            mailbox = self._mailboxes.get(request_id)
-            if mailbox is None:
+        for choice_id, outputs in report.outputs.items():
+            request = self._choices.get(choice_id)
+            if request is None:
                 continue  # under way when it was aborted
-            mailbox.put(outputs)
+            request.put(choice_id, outputs)
             if outputs.finish is not None:
-                del self._mailboxes[request_id]
+                del self._choices[choice_id]
         for request_id, error in report.failures.items():
-            mailbox = self._mailboxes.pop(request_id, None)
-            if mailbox is not None:
-                mailbox.fail(error)
+            self._fail(request_id, error)
+
+    def _fail(self, request_id: int, error: RequestError) -> None:
+        """Ends a request with all its choices; its call closes it."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.fail(error)
+            for choice_id in request.choice_ids:
+                self._choices.pop(choice_id, None)
+        elif (request := self._choices.pop(request_id, None)) is not None:
+            request.fail(error)  # of one choice alone: closing the request aborts the others
 
     def _on_hello(self, message: engine_pb2.EngineHello) -> None:
         self.facts = engine_wire.read_hello(message)
@@ -214,9 +215,10 @@ class EngineClient:
         self._attached = False
         self._state = engine_pb2.ENGINE_STATE_UNSPECIFIED
         error = unavailable("ENGINE_LOST", "the engine was lost while it worked on this request; send it again")
-        for mailbox in self._mailboxes.values():
-            mailbox.fail(error)
-        self._mailboxes.clear()
+        for request in self._requests.values():
+            request.fail(error)
+        self._requests.clear()
+        self._choices.clear()
         self.changed.set()
 
     def _note(self, trouble: str, was_attached: bool) -> None:

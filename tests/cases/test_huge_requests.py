@@ -232,7 +232,7 @@ async def test_S8_every_limit_is_told_under_its_configuration_key(served: Served
     keys = {key for key in FrontendConfig.model_fields if key.startswith("max_")}
     assert set(limits) == keys
     assert (limits["max_prompt_bytes"], limits["max_messages"], limits["max_detokenize_ids"]) == (100, 3, 5)
-    assert (limits["max_choices"], limits["max_logprobs"]) == (1, 0)  # what is served, of what is configured
+    assert (limits["max_choices"], limits["max_logprobs"]) == (16, 0)  # what is served, of what is configured
 
 
 async def test_G6_a_prompt_past_the_message_limit_is_refused_with_both_sizes(model: Path) -> None:

@@ -78,9 +78,11 @@ async def test_outputs_reach_their_request_and_a_finished_one_is_not_aborted() -
     async with StubEngine(script=[7, 8], ids_per_step=2) as engine, client_of(engine) as client:
         await until(client, client.can_generate)
         request = client.submit(submission(max_tokens=3))
-        taken = await request.take()
+        taken = Outputs()
         while taken.finish is None:
-            taken = taken.then(await request.take())
+            ((choice, outputs),) = await request.take()
+            assert choice == 0
+            taken = taken.then(outputs)
         assert taken.token_ids == (7, 8, 7)
         request.close()
         other = client.submit(submission(max_tokens=1))
@@ -173,11 +175,12 @@ async def test_an_engine_that_is_silent_for_three_seconds_does_not_count() -> No
 
 async def test_outputs_of_a_slow_reader_are_joined_and_come_before_its_error() -> None:
     mailbox = Mailbox()
-    mailbox.put(Outputs((1, 2), cached_tokens=3))
-    mailbox.put(Outputs((4,)))
+    mailbox.put(0, Outputs((1, 2), cached_tokens=3))
+    mailbox.put(1, Outputs((9,)))
+    mailbox.put(0, Outputs((4,)))
     mailbox.fail(RequestError(grpc.StatusCode.INTERNAL, "FIRST", "first"))
     mailbox.fail(RequestError(grpc.StatusCode.INTERNAL, "SECOND", "second"))
-    assert await mailbox.take() == Outputs((1, 2, 4), cached_tokens=3)
+    assert await mailbox.take() == [(0, Outputs((1, 2, 4), cached_tokens=3)), (1, Outputs((9,)))]
     for _ in range(2):
         with pytest.raises(RequestError, match="first"):
             await mailbox.take()

@@ -55,7 +55,7 @@ def test_a_submission_travels_whole_and_resolved() -> None:
         "min_p",
     }
     assert submit.sampling.logit_bias[3] == -math.inf
-    assert engine_wire.abort(7).abort.request_ids == u8(7)
+    assert engine_wire.abort([7]).abort.request_ids == u8(7)
 
 
 def test_outputs_are_split_by_request() -> None:
