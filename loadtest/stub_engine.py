@@ -4,7 +4,7 @@
         ... a frontend attached to engine.address ...
 
 One batched StepOutputs a step, as a scheduler sends them; lower priorities stand first in it. Prompt blocks count as
-cached once their digests were seen. What it was asked stands in `submits` and `aborts`; faults are constructor arguments.
+cached once their digests were seen. What it was asked stands in `submits` and `aborts`; faults come by constructor.
 """
 
 from __future__ import annotations

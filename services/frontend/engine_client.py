@@ -8,6 +8,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import grpc
@@ -54,7 +55,7 @@ class EngineClient:
         self._state = engine_pb2.ENGINE_STATE_UNSPECIFIED
         self._heard_s = 0.0
         self._attached = False
-        self._trouble = "not tried yet"
+        self._trouble = _Trouble("not tried yet")
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -79,7 +80,7 @@ class EngineClient:
     def require(self) -> EngineFacts:
         """The engine's facts, where it takes requests. Raises UNAVAILABLE with the reason."""
         if not self._attached or self.facts is None:
-            raise unavailable("NO_ENGINE", f"no engine is attached: {self._trouble}")
+            raise unavailable("NO_ENGINE", f"no engine is attached: {self._trouble.told}")
         if self._state == engine_pb2.ENGINE_STATE_DRAINING:
             raise unavailable("ENGINE_DRAINING", "the engine is draining and takes no new requests")
         if self.silent_s() >= HEARTBEAT_LIMIT_S:
@@ -126,20 +127,20 @@ class EngineClient:
             while True:
                 try:
                     await self._attach(stub)
-                    trouble, slow = "the engine closed the stream", False
+                    trouble = _Trouble("the engine closed the stream")
                 except grpc.aio.AioRpcError as error:
-                    trouble, slow = _explain(error), error.code() in _MISMATCH
+                    trouble = _explain(error)
                 except EngineContractError as error:
-                    trouble, slow = str(error), True
+                    trouble = _Trouble(str(error), slow=True)
                 except Exception as error:  # a fault of ours must not leave a frontend that never attaches again
                     log.exception("the engine's stream failed")
-                    trouble, slow = repr(error), True
+                    trouble = _Trouble("its stream failed", repr(error), slow=True)
                 finally:
                     was_attached = self._attached
                     self._detach()
                 self._note(trouble, was_attached)
                 wait_s = RETRY_FIRST_S if was_attached else min(wait_s * 2, RETRY_LAST_S)
-                await asyncio.sleep(RETRY_MISMATCH_S if slow else wait_s * random.uniform(0.8, 1.2))
+                await asyncio.sleep(RETRY_MISMATCH_S if trouble.slow else wait_s * random.uniform(0.8, 1.2))
 
     async def _attach(self, stub: engine_pb2_grpc.EngineServiceStub) -> None:
         """One stream, from hello to its end."""
@@ -187,7 +188,7 @@ class EngineClient:
     def _on_hello(self, message: engine_pb2.EngineHello) -> None:
         self.facts = engine_wire.read_hello(message)
         self._attached = True
-        self._trouble = ""
+        self._trouble = _Trouble("")
         if self._state in (engine_pb2.ENGINE_STATE_UNSPECIFIED, engine_pb2.ENGINE_STATE_LOADING):
             self._state = engine_pb2.ENGINE_STATE_SERVING  # a hello comes once the model is loaded
         self._heard_s = self._clock()
@@ -205,7 +206,7 @@ class EngineClient:
         self._state = message.state
         self._heard_s = self._clock()
         if not self._attached:
-            self._trouble = f"the engine at {self._target} is loading its model"
+            self._trouble = _Trouble("the engine is loading its model")
         if before != (self._state, self.can_generate()):
             self.changed.set()
 
@@ -221,11 +222,10 @@ class EngineClient:
         self._choices.clear()
         self.changed.set()
 
-    def _note(self, trouble: str, was_attached: bool) -> None:
+    def _note(self, trouble: _Trouble, was_attached: bool) -> None:
         """Logs once what keeps the engine away, not at every try."""
-        trouble = f"{self._target}: {trouble}"
         if trouble != self._trouble or was_attached:
-            log.warning("no engine at %s", trouble)
+            log.warning("no engine at %s: %s", self._target, trouble.logged or trouble.told)
         self._trouble = trouble
         self.changed.set()
 
@@ -240,5 +240,20 @@ async def _write(
             await call.write(await outgoing.get())
 
 
-def _explain(error: grpc.aio.AioRpcError) -> str:
-    return f"{error.code().name}: {error.details()}"
+@dataclass(frozen=True)
+class _Trouble:
+    """What keeps the engine away: `told` to clients, who are not to learn inner addresses; `logged` where it says more.
+
+    `slow` where somebody has to change something before another try can succeed.
+    """
+
+    told: str
+    logged: str = ""
+    slow: bool = False
+
+
+def _explain(error: grpc.aio.AioRpcError) -> _Trouble:
+    whole = f"{error.code().name}: {error.details()}"
+    if error.code() in _MISMATCH:
+        return _Trouble(whole, slow=True)  # the engine's own words about this frontend
+    return _Trouble(f"its stream ended with {error.code().name}; the frontend's log says more", whole)

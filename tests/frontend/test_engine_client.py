@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 import pytest
@@ -21,7 +22,7 @@ from services.frontend.request import Sampling
 TIMEOUT_S = 20
 
 
-def submission(*prompt: int, max_tokens: int = 4) -> Submission:
+def submission(*prompt: int, max_tokens: int = 4, num_choices: int = 1) -> Submission:
     return Submission(
         prompt_ids=prompt or (1, 2, 3),
         sampling=Sampling(),
@@ -32,6 +33,7 @@ def submission(*prompt: int, max_tokens: int = 4) -> Submission:
         logprobs=None,
         arrived_unix_ns=1,
         timeout_ms=None,
+        num_choices=num_choices,
     )
 
 
@@ -90,6 +92,42 @@ async def test_outputs_reach_their_request_and_a_finished_one_is_not_aborted() -
         assert engine.aborts == [] and other.request_id != request.request_id
 
 
+async def test_choices_have_ids_in_a_row_and_no_id_is_used_twice() -> None:
+    async with StubEngine(script=[7], step_s=0.01) as engine, client_of(engine) as client:
+        await until(client, client.can_generate)
+        first = client.submit(submission(max_tokens=2, num_choices=3))
+        second = client.submit(submission(max_tokens=1000, num_choices=2))
+        third = client.submit(submission(max_tokens=1000))
+        assert (first.request_id, second.request_id, third.request_id) == (1, 4, 6)
+        outputs = {choice: Outputs() for choice in range(3)}
+        while any(one.finish is None for one in outputs.values()):
+            outputs.update({choice: outputs[choice].then(new) for choice, new in await first.take()})
+        assert [outputs[choice].token_ids for choice in range(3)] == [(7, 7), (8, 8), (9, 9)]
+        await second.take()
+        second.close_choice(1)
+        second.close_choice(1)
+        await engine.wait_until(lambda e: e.aborts == [5])
+        first.close()
+        second.close()
+        client.fail_all(RequestError(grpc.StatusCode.UNAVAILABLE, "GONE", "gone"))
+        await engine.wait_until(lambda e: e.aborts == [5, 4, 6] and e.num_running == 0)
+
+
+@pytest.mark.parametrize(("failed_id", "aborted"), [(1, []), (2, [1, 3])])
+async def test_a_failure_ends_all_choices_and_aborts_those_it_does_not_name(failed_id: int, aborted: list[int]) -> None:
+    async with StubEngine(faults=Faults(silent=True)) as engine, client_of(engine) as client:
+        await until(client, client.can_generate)
+        request = client.submit(submission(num_choices=3))
+        failed = engine_pb2.Failed(request_id=failed_id, code=13, reason="NAN", message="not a number")
+        client._receive(engine_pb2.AttachResponse(outputs=engine_pb2.StepOutputs(failed=[failed])))
+        with pytest.raises(RequestError, match="not a number"):
+            await request.take()
+        request.close()
+        last = client.submit(submission())
+        last.close()  # whatever was sent before it has arrived when its abort has
+        await engine.wait_until(lambda e: e.aborts == [*aborted, last.request_id])
+
+
 async def test_closing_a_request_aborts_it_once() -> None:
     async with StubEngine(step_s=0.01) as engine, client_of(engine) as client:
         await until(client, client.can_generate)
@@ -142,7 +180,26 @@ async def test_an_absent_engine_is_logged_once_not_at_every_try(caplog: pytest.L
         await until_refused(client, "UNAVAILABLE")
         await asyncio.sleep(1)
         assert len([record for record in caplog.records if "no engine" in record.message]) == 1
-        assert engine.address in refusal(client).message
+        assert engine.address in caplog.text
+
+
+async def test_a_client_is_not_told_where_the_engine_is_in_any_phase() -> None:
+    engine = StubEngine(faults=Faults(no_hello=grpc.StatusCode.INTERNAL))
+    async with client_of(engine) as client:  # nothing listens yet: port 0
+        await until_refused(client, "UNAVAILABLE")
+    await engine.start()
+    async with client_of(engine) as client:
+        told = [refusal(client).message]
+        await until_refused(client, "INTERNAL")
+        told.append(refusal(client).message)
+        engine.faults = Faults()
+        await until(client, client.can_generate)
+        await engine.stop()
+        await until_refused(client, "UNAVAILABLE")
+        told.append(refusal(client).message)
+    assert len(set(told)) == 3
+    for message in told:
+        assert str(engine.port) not in message and "127.0.0.1" not in message and "ipv4" not in message
 
 
 async def test_the_engines_state_decides_what_is_taken() -> None:
@@ -171,6 +228,32 @@ async def test_an_engine_that_is_silent_for_three_seconds_does_not_count() -> No
         assert "3.0 s ago" in refusal(client).message
         engine.set_state(engine_pb2.ENGINE_STATE_SERVING)  # a heartbeat
         await until(client, client.can_generate)
+
+
+async def test_a_mailbox_gives_up_at_its_time_and_leaves_no_timer_when_it_is_left() -> None:
+    loop = asyncio.get_running_loop()
+    mailbox = Mailbox()
+    assert await mailbox.take(loop.time() + 0.01) == []
+    timers: list[asyncio.TimerHandle] = []
+    call_at = loop.call_at
+
+    def kept(*arguments: Any, **more: Any) -> asyncio.TimerHandle:
+        timers.append(call_at(*arguments, **more))
+        return timers[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "call_at", kept)
+        left = asyncio.create_task(mailbox.take(loop.time() + 1000))
+        served = asyncio.create_task(Mailbox().take(None))
+        await asyncio.sleep(0)
+        left.cancel()
+        served.cancel()
+        await asyncio.wait([left, served])
+        reading = asyncio.create_task(mailbox.take(loop.time() + 1000))
+        await asyncio.sleep(0)
+        mailbox.put(0, Outputs((1,)))
+        assert await reading == [(0, Outputs((1,)))]
+    assert len(timers) == 2 and all(timer.cancelled() for timer in timers)
 
 
 async def test_outputs_of_a_slow_reader_are_joined_and_come_before_its_error() -> None:
