@@ -11,6 +11,7 @@ class Coalescer:
     """What is held back of each choice of a request. Times are seconds of one clock, the caller's."""
 
     def __init__(self, hold: Hold, num_choices: int) -> None:
+        self._interval_s = hold.interval_s
         self._held = [_Held(hold) for _ in range(num_choices)]
 
     def add(self, choice: int, delta: Delta) -> None:
@@ -27,6 +28,8 @@ class Coalescer:
 
     def next_s(self) -> float | None:
         """When something that is held is due though nothing is added; None: never."""
+        if not self._interval_s:
+            return None
         return min((held.due_s for held in self._held if held.anything and held.due_s is not None), default=None)
 
 

@@ -74,7 +74,7 @@ class EngineClient:
         return self._attached and self._state == engine_pb2.ENGINE_STATE_SERVING and self.silent_s() < HEARTBEAT_LIMIT_S
 
     def silent_s(self) -> float:
-        """Seconds since the engine's last heartbeat."""
+        """Seconds since the engine was last heard of."""
         return self._clock() - self._heard_s
 
     def require(self) -> EngineFacts:
@@ -156,6 +156,8 @@ class EngineClient:
             call.cancel()
 
     def _receive(self, message: engine_pb2.AttachResponse) -> None:
+        could = self.can_generate()
+        self._heard_s = self._clock()  # any message is a sign of life: heartbeats may wait behind outputs
         kind = message.WhichOneof("message")
         if kind == "outputs":
             self._deliver(engine_wire.read_outputs(message.outputs))
@@ -163,6 +165,8 @@ class EngineClient:
             self._on_heartbeat(message.heartbeat)
         elif kind == "hello":
             self._on_hello(message.hello)
+        if self.can_generate() != could:
+            self.changed.set()
 
     def _deliver(self, report: StepReport) -> None:
         for choice_id, outputs in report.outputs.items():
@@ -191,7 +195,6 @@ class EngineClient:
         self._trouble = _Trouble("")
         if self._state in (engine_pb2.ENGINE_STATE_UNSPECIFIED, engine_pb2.ENGINE_STATE_LOADING):
             self._state = engine_pb2.ENGINE_STATE_SERVING  # a hello comes once the model is loaded
-        self._heard_s = self._clock()
         self.changed.set()
         log.info(
             "attached to engine %s at %s: %s, context %d tokens",
@@ -202,12 +205,11 @@ class EngineClient:
         )
 
     def _on_heartbeat(self, message: engine_pb2.Heartbeat) -> None:
-        before = (self._state, self.can_generate())
+        before = self._state
         self._state = message.state
-        self._heard_s = self._clock()
         if not self._attached:
             self._trouble = _Trouble("the engine is loading its model")
-        if before != (self._state, self.can_generate()):
+        if before != self._state:
             self.changed.set()
 
     def _detach(self) -> None:

@@ -228,6 +228,11 @@ async def test_an_engine_that_is_silent_for_three_seconds_does_not_count() -> No
         assert "3.0 s ago" in refusal(client).message
         engine.set_state(engine_pb2.ENGINE_STATE_SERVING)  # a heartbeat
         await until(client, client.can_generate)
+        request = client.submit(submission(max_tokens=1))
+        now[0] = 2 * HEARTBEAT_LIMIT_S
+        assert not client.can_generate()
+        await request.take()  # outputs are a sign of life too
+        assert client.can_generate()
 
 
 async def test_a_mailbox_gives_up_at_its_time_and_leaves_no_timer_when_it_is_left() -> None:
