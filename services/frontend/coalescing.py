@@ -14,9 +14,16 @@ class Coalescer:
         self._interval_s = hold.interval_s
         self._held = [_Held(hold) for _ in range(num_choices)]
 
-    def add(self, choice: int, delta: Delta) -> None:
-        """Takes what is new of a choice."""
-        self._held[choice].add(delta)
+    @property
+    def empty(self) -> bool:
+        """Nothing is held."""
+        return not any(held.anything for held in self._held)
+
+    def add(self, choice: int, delta: Delta, now_s: float) -> bool:
+        """Takes what is new of a choice; True where what is held of it is now due."""
+        held = self._held[choice]
+        held.add(delta)
+        return held.is_due(now_s)
 
     def due(self, now_s: float) -> list[tuple[int, Delta]]:
         """What is to be sent now, by choice."""

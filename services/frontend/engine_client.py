@@ -18,7 +18,7 @@ from services.common.errors import RequestError, unavailable
 from services.common.server import channel_options
 from services.frontend import engine_wire
 from services.frontend.engine import StepReport, Submission
-from services.frontend.engine_request import EngineRequest
+from services.frontend.engine_request import EngineRequest, Sink
 from services.frontend.engine_wire import EngineContractError
 from services.frontend.request import EngineFacts
 
@@ -90,10 +90,10 @@ class EngineClient:
             )
         return self.facts
 
-    def submit(self, submission: Submission) -> EngineRequest:
-        """Hands over a request. Raises UNAVAILABLE where `require` does."""
+    def submit(self, submission: Submission, sink: Sink) -> EngineRequest:
+        """Hands over a request; `sink` is given what comes of it. Raises UNAVAILABLE where `require` does."""
         self.require()
-        request = EngineRequest(self._next_id, submission.num_choices, end=self._end, close=self._close)
+        request = EngineRequest(self._next_id, submission.num_choices, sink, end=self._end, close=self._close)
         self._next_id += submission.num_choices
         self._requests[request.request_id] = request
         self._choices.update(dict.fromkeys(request.choice_ids, request))
@@ -173,9 +173,9 @@ class EngineClient:
             request = self._choices.get(choice_id)
             if request is None:
                 continue  # under way when it was aborted
-            request.put(choice_id, outputs)
             if outputs.finish is not None:
                 del self._choices[choice_id]
+            request.put(choice_id, outputs)
         for request_id, error in report.failures.items():
             self._fail(request_id, error)
 

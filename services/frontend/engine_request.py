@@ -1,12 +1,22 @@
-"""A request under way in the engine, as the call that asked for it holds it."""
+"""A request under way in the engine: its ids there, and who takes what comes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from services.common.errors import RequestError
 from services.frontend.engine import Outputs
-from services.frontend.mailbox import Mailbox
+
+
+class Sink(Protocol):
+    """Who asked for a request. Neither method may raise: the engine's stream, which calls them, is everyone's."""
+
+    def put(self, index: int, outputs: Outputs, /) -> bool:
+        """What is new of a choice; True where the engine need not go on with it."""
+
+    def fail(self, error: RequestError, /) -> None:
+        """The request has ended, all its choices with it."""
 
 
 class EngineRequest:
@@ -16,34 +26,26 @@ class EngineRequest:
         self,
         request_id: int,
         num_choices: int,
+        sink: Sink,
         *,
         end: Callable[[Sequence[int]], None],
         close: Callable[[EngineRequest], None],
     ) -> None:
         self.request_id = request_id
         self.choice_ids = range(request_id, request_id + num_choices)
+        self._sink = sink
         self._end = end
         self._close = close
-        self._mailbox = Mailbox()
-
-    async def take(self, until_s: float | None = None) -> list[tuple[int, Outputs]]:
-        """What is new by choice, each once, as soon as there is any; nothing when the loop's clock says `until_s`.
-
-        Raises the RequestError that ended the request.
-        """
-        return await self._mailbox.take(until_s)
 
     def put(self, choice_id: int, outputs: Outputs) -> None:
-        """Hands over what is new of a choice."""
-        self._mailbox.put(choice_id - self.request_id, outputs)
+        """Hands over what is new of a choice, and aborts it where that was enough."""
+        index = choice_id - self.request_id
+        if self._sink.put(index, outputs):
+            self._end(self.choice_ids[index : index + 1])
 
     def fail(self, error: RequestError) -> None:
         """Ends the request with an error, here alone."""
-        self._mailbox.fail(error)
-
-    def close_choice(self, index: int) -> None:
-        """Aborts a choice that has not ended."""
-        self._end(self.choice_ids[index : index + 1])
+        self._sink.fail(error)
 
     def close(self) -> None:
         """Aborts what has not ended. May be called again."""

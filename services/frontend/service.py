@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 import uuid
@@ -170,8 +169,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             if job.max_tokens == 0:
                 await send(answer.nothing())
             else:
-                engine_request = self._engine.submit(await _submission(job, tenant, context))
-                await self._run(job, answer, engine_request, send, request_id, context)
+                submission = await _submission(job, tenant, context)
+                await self._run(job, answer, self._engine.submit(submission, answer), send, request_id, context)
             await write(response(usage=responses.usage(job, answer.completion_tokens, answer.cached_tokens)))
             log.debug(
                 "request %s (label %r): %d prompt tokens, %d output tokens, stopped by %s",
@@ -189,20 +188,16 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         # A call that is cancelled while a slow client holds up a message may stay where it is: the callback is what
         # tells the engine at once.
         context.add_done_callback(lambda _: request.close())
-        now_s = asyncio.get_running_loop().time
         try:
             while not answer.done:
-                for index, outputs in await request.take(answer.next_s()):
-                    if answer.push(index, outputs):
-                        request.close_choice(index)
-                await send(answer.due(now_s()))
+                await send(await answer.take())
         except RequestError as error:
             if error.code is grpc.StatusCode.INTERNAL:
                 log.error("request %s (label %r): %s", request_id, job.options.label, error.message)
-            await send(answer.rest(now_s()))  # what came before the error is the client's
             raise
         finally:
             request.close()
+            answer.close()
 
     def _tokenized(self, ids: tuple[int, ...]) -> inference_pb2.TokenizeResponse:
         answer = responses.tokenized(ids, self._model.tokenizer)

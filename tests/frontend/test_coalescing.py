@@ -25,7 +25,7 @@ def sent(hold: Hold, steps: list[tuple[float, Delta]]) -> list[tuple[float, tupl
     for at_s, new in steps:
         while (next_s := coalescer.next_s()) is not None and next_s < at_s:
             out += [(next_s, one.token_ids) for _, one in coalescer.due(next_s)]
-        coalescer.add(0, new)
+        coalescer.add(0, new, at_s)
         out += [(at_s, one.token_ids) for _, one in coalescer.due(at_s)]
     return out
 
@@ -55,7 +55,8 @@ def test_a_delta_is_sent_with_so_many_ids_or_so_long_after_the_last(
 def test_choices_are_held_back_each_for_itself() -> None:
     coalescer = Coalescer(Hold(tokens=2), 3)
     for choice, new in ((0, delta(1)), (1, delta(2)), (2, delta(3, 4)), (1, delta(5, stopped=STOP))):
-        coalescer.add(choice, new)
+        coalescer.add(choice, new, 0)
+    assert not coalescer.empty
     assert [(choice, one.token_ids) for choice, one in coalescer.due(0)] == [(1, (2, 5)), (2, (3, 4))]
     assert coalescer.due(0) == [] and coalescer.next_s() is None
     assert [(choice, one.token_ids) for choice, one in coalescer.rest(0)] == [(0, (1,))]
@@ -75,14 +76,16 @@ def test_however_deltas_are_held_back_their_sum_is_the_same(hold: Hold, steps: l
         new = delta(*range(place, place + num_ids))
         place += num_ids
         given_.setdefault(choice, []).append(new)
-        coalescer.add(choice, new)
-        keep(coalescer.due(now_s), got)
+        is_due = coalescer.add(choice, new, now_s)
+        due = coalescer.due(now_s)
+        assert is_due == (choice in dict(due))
+        keep(due, got)
         assert (next_s := coalescer.next_s()) is None or next_s > now_s
     for choice in given_:
         given_[choice].append(delta(99, stopped=STOP))
-        coalescer.add(choice, given_[choice][-1])
+        assert coalescer.add(choice, given_[choice][-1], now_s)
     keep(coalescer.due(now_s), got)
-    assert coalescer.rest(now_s) == []
+    assert coalescer.empty and coalescer.rest(now_s) == []
     for field in ("text", "token_ids", "logprobs"):
         assert {c: joined(parts, field) for c, parts in got.items()} == {
             c: joined(parts, field) for c, parts in given_.items()

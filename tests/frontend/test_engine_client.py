@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 import grpc
 import pytest
@@ -16,7 +15,7 @@ from loadtest.stub_engine import Faults, StubEngine
 from services.common.errors import RequestError
 from services.frontend.engine import Outputs, Submission
 from services.frontend.engine_client import HEARTBEAT_LIMIT_S, EngineClient
-from services.frontend.mailbox import Mailbox
+from services.frontend.engine_request import EngineRequest
 from services.frontend.request import Sampling
 
 TIMEOUT_S = 20
@@ -35,6 +34,44 @@ def submission(*prompt: int, max_tokens: int = 4, num_choices: int = 1) -> Submi
         timeout_ms=None,
         num_choices=num_choices,
     )
+
+
+class Box:
+    """Keeps what a request is given; `enough` are the choices that need no more."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[int, Outputs] = {}
+        self.error: RequestError | None = None
+        self.enough: set[int] = set()
+        self._news = asyncio.Event()
+
+    def put(self, index: int, outputs: Outputs) -> bool:
+        self.outputs[index] = self.outputs.get(index, Outputs()).then(outputs)
+        self._news.set()
+        return index in self.enough
+
+    def fail(self, error: RequestError) -> None:
+        self.error = self.error or error
+        self._news.set()
+
+    async def until(self, condition: Callable[[Box], bool]) -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            while not condition(self):
+                self._news.clear()
+                await self._news.wait()
+
+    async def until_ids(self) -> None:
+        await self.until(lambda box: any(outputs.token_ids for outputs in box.outputs.values()))
+
+    async def until_error(self) -> RequestError:
+        await self.until(lambda box: box.error is not None)
+        assert self.error is not None
+        return self.error
+
+
+def ask(client: EngineClient, **wanted: int) -> tuple[EngineRequest, Box]:
+    box = Box()
+    return client.submit(submission(**wanted), box), box
 
 
 @asynccontextmanager
@@ -79,33 +116,29 @@ def refusal(client: EngineClient) -> RequestError:
 async def test_outputs_reach_their_request_and_a_finished_one_is_not_aborted() -> None:
     async with StubEngine(script=[7, 8], ids_per_step=2) as engine, client_of(engine) as client:
         await until(client, client.can_generate)
-        request = client.submit(submission(max_tokens=3))
-        taken = Outputs()
-        while taken.finish is None:
-            ((choice, outputs),) = await request.take()
-            assert choice == 0
-            taken = taken.then(outputs)
-        assert taken.token_ids == (7, 8, 7)
+        request, box = ask(client, max_tokens=3)
+        await box.until(lambda box: 0 in box.outputs and box.outputs[0].finish is not None)
+        assert list(box.outputs) == [0] and box.outputs[0].token_ids == (7, 8, 7)
         request.close()
-        other = client.submit(submission(max_tokens=1))
-        await other.take()
+        other, box = ask(client, max_tokens=1)
+        await box.until_ids()
         assert engine.aborts == [] and other.request_id != request.request_id
 
 
 async def test_choices_have_ids_in_a_row_and_no_id_is_used_twice() -> None:
     async with StubEngine(script=[7], step_s=0.01) as engine, client_of(engine) as client:
         await until(client, client.can_generate)
-        first = client.submit(submission(max_tokens=2, num_choices=3))
-        second = client.submit(submission(max_tokens=1000, num_choices=2))
-        third = client.submit(submission(max_tokens=1000))
+        first, box = ask(client, max_tokens=2, num_choices=3)
+        second, other = ask(client, max_tokens=1000, num_choices=2)
+        third, _ = ask(client, max_tokens=1000)
         assert (first.request_id, second.request_id, third.request_id) == (1, 4, 6)
-        outputs = {choice: Outputs() for choice in range(3)}
-        while any(one.finish is None for one in outputs.values()):
-            outputs.update({choice: outputs[choice].then(new) for choice, new in await first.take()})
-        assert [outputs[choice].token_ids for choice in range(3)] == [(7, 7), (8, 8), (9, 9)]
-        await second.take()
-        second.close_choice(1)
-        second.close_choice(1)
+        await box.until(lambda box: len([1 for outputs in box.outputs.values() if outputs.finish is not None]) == 3)
+        assert {choice: outputs.token_ids for choice, outputs in box.outputs.items()} == {
+            0: (7, 7),
+            1: (8, 8),
+            2: (9, 9),
+        }
+        other.enough.add(1)
         await engine.wait_until(lambda e: e.aborts == [5])
         first.close()
         second.close()
@@ -117,13 +150,12 @@ async def test_choices_have_ids_in_a_row_and_no_id_is_used_twice() -> None:
 async def test_a_failure_ends_all_choices_and_aborts_those_it_does_not_name(failed_id: int, aborted: list[int]) -> None:
     async with StubEngine(faults=Faults(silent=True)) as engine, client_of(engine) as client:
         await until(client, client.can_generate)
-        request = client.submit(submission(num_choices=3))
+        request, box = ask(client, num_choices=3)
         failed = engine_pb2.Failed(request_id=failed_id, code=13, reason="NAN", message="not a number")
         client._receive(engine_pb2.AttachResponse(outputs=engine_pb2.StepOutputs(failed=[failed])))
-        with pytest.raises(RequestError, match="not a number"):
-            await request.take()
+        assert box.error is not None and box.error.message == "not a number"
         request.close()
-        last = client.submit(submission())
+        last, _ = ask(client)
         last.close()  # whatever was sent before it has arrived when its abort has
         await engine.wait_until(lambda e: e.aborts == [*aborted, last.request_id])
 
@@ -131,8 +163,8 @@ async def test_a_failure_ends_all_choices_and_aborts_those_it_does_not_name(fail
 async def test_closing_a_request_aborts_it_once() -> None:
     async with StubEngine(step_s=0.01) as engine, client_of(engine) as client:
         await until(client, client.can_generate)
-        request = client.submit(submission(max_tokens=1000))
-        await request.take()
+        request, box = ask(client, max_tokens=1000)
+        await box.until_ids()
         request.close()
         request.close()
         await engine.wait_until(lambda e: e.aborts == [request.request_id])
@@ -142,13 +174,11 @@ async def test_closing_a_request_aborts_it_once() -> None:
 async def test_an_engine_that_dies_fails_its_requests_and_is_attached_again() -> None:
     async with StubEngine(step_s=0.01) as engine, client_of(engine) as client:
         await until(client, client.can_generate)
-        request = client.submit(submission(max_tokens=1000))
-        await request.take()
+        _, box = ask(client, max_tokens=1000)
+        await box.until_ids()
         await engine.stop()
-        with pytest.raises(RequestError) as caught:
-            while True:
-                await request.take()
-        assert caught.value.code is grpc.StatusCode.UNAVAILABLE and caught.value.reason == "ENGINE_LOST"
+        error = await box.until_error()
+        assert error.code is grpc.StatusCode.UNAVAILABLE and error.reason == "ENGINE_LOST"
         assert not client.can_generate() and client.facts is not None
         refusal(client)
         await engine.start()
@@ -228,47 +258,8 @@ async def test_an_engine_that_is_silent_for_three_seconds_does_not_count() -> No
         assert "3.0 s ago" in refusal(client).message
         engine.set_state(engine_pb2.ENGINE_STATE_SERVING)  # a heartbeat
         await until(client, client.can_generate)
-        request = client.submit(submission(max_tokens=1))
+        _, box = ask(client, max_tokens=1)
         now[0] = 2 * HEARTBEAT_LIMIT_S
         assert not client.can_generate()
-        await request.take()  # outputs are a sign of life too
+        await box.until_ids()  # outputs are a sign of life too
         assert client.can_generate()
-
-
-async def test_a_mailbox_gives_up_at_its_time_and_leaves_no_timer_when_it_is_left() -> None:
-    loop = asyncio.get_running_loop()
-    mailbox = Mailbox()
-    assert await mailbox.take(loop.time() + 0.01) == []
-    timers: list[asyncio.TimerHandle] = []
-    call_at = loop.call_at
-
-    def kept(*arguments: Any, **more: Any) -> asyncio.TimerHandle:
-        timers.append(call_at(*arguments, **more))
-        return timers[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "call_at", kept)
-        left = asyncio.create_task(mailbox.take(loop.time() + 1000))
-        served = asyncio.create_task(Mailbox().take(None))
-        await asyncio.sleep(0)
-        left.cancel()
-        served.cancel()
-        await asyncio.wait([left, served])
-        reading = asyncio.create_task(mailbox.take(loop.time() + 1000))
-        await asyncio.sleep(0)
-        mailbox.put(0, Outputs((1,)))
-        assert await reading == [(0, Outputs((1,)))]
-    assert len(timers) == 2 and all(timer.cancelled() for timer in timers)
-
-
-async def test_outputs_of_a_slow_reader_are_joined_and_come_before_its_error() -> None:
-    mailbox = Mailbox()
-    mailbox.put(0, Outputs((1, 2), cached_tokens=3))
-    mailbox.put(1, Outputs((9,)))
-    mailbox.put(0, Outputs((4,)))
-    mailbox.fail(RequestError(grpc.StatusCode.INTERNAL, "FIRST", "first"))
-    mailbox.fail(RequestError(grpc.StatusCode.INTERNAL, "SECOND", "second"))
-    assert await mailbox.take() == [(0, Outputs((1, 2, 4), cached_tokens=3)), (1, Outputs((9,)))]
-    for _ in range(2):
-        with pytest.raises(RequestError, match="first"):
-            await mailbox.take()
