@@ -6,6 +6,10 @@ import itertools
 
 from services.frontend.request import Delta, Hold
 
+MOST_IDS = 4096
+"""Of a choice in one message: with logprobs about 120 KB, so that 16 choices of a client that did not read stay below
+the 4 MB of a message."""
+
 
 class Coalescer:
     """What is held back of each choice of a request. Times are seconds of one clock, the caller's."""
@@ -69,10 +73,21 @@ class _Held:
         return hold.interval_s > 0 and (self.due_s is None or now_s >= self.due_s)
 
     def take(self, now_s: float) -> Delta:
-        parts, self._parts, self._num_ids = self._parts, [], 0
+        count = self._most()
+        parts, self._parts = self._parts[:count], self._parts[count:]
+        self._num_ids -= sum(len(part.token_ids) for part in parts)
         if self._hold.interval_s:
             self.due_s = now_s + self._hold.interval_s
         return _joined(parts)
+
+    def _most(self) -> int:
+        """How many parts one message takes, at least one."""
+        num_ids = 0
+        for count, part in enumerate(self._parts):
+            num_ids += len(part.token_ids)
+            if count and num_ids > MOST_IDS:
+                return count
+        return len(self._parts)
 
 
 def _joined(parts: list[Delta]) -> Delta:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.frontend.coalescing import Coalescer
+from services.frontend.coalescing import MOST_IDS, Coalescer
 from services.frontend.request import Delta, Hold, Logprob, Stopped
 
 STOP = Stopped("stop")
@@ -60,6 +60,19 @@ def test_choices_are_held_back_each_for_itself() -> None:
     assert [(choice, one.token_ids) for choice, one in coalescer.due(0)] == [(1, (2, 5)), (2, (3, 4))]
     assert coalescer.due(0) == [] and coalescer.next_s() is None
     assert [(choice, one.token_ids) for choice, one in coalescer.rest(0)] == [(0, (1,))]
+
+
+def test_what_a_client_did_not_read_for_long_comes_in_messages_of_bounded_size() -> None:
+    coalescer = Coalescer(Hold(), 1)
+    for start in range(0, 9000, 3000):
+        coalescer.add(0, Delta(token_ids=tuple(range(start, start + 3000))), 0)
+    coalescer.add(0, Delta(token_ids=(9000,), stopped=STOP), 0)
+    sizes, ids = [], []
+    while not coalescer.empty:
+        ((_, one),) = coalescer.due(0)
+        sizes.append(len(one.token_ids))
+        ids += one.token_ids
+    assert sizes == [3000, 3000, 3001] and ids == list(range(9001)) and max(sizes) <= MOST_IDS
 
 
 @given(
