@@ -3,8 +3,8 @@
     async with StubEngine(script=[72, 105, 2]) as engine:
         ... a frontend attached to engine.address ...
 
-One batched StepOutputs a step, as a scheduler sends them. What it was asked stands in `submits` and `aborts`; faults
-are constructor arguments.
+One batched StepOutputs a step, as a scheduler sends them; lower priorities stand first in it. Prompt blocks count as
+cached once their digests were seen. What it was asked stands in `submits` and `aborts`; faults come by constructor.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ import numpy as np
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc
 from triptych.inference.v1 import generation_pb2
 
+from loadtest.stub_cache import StubCache
 from loadtest.stub_steps import StubRequest, StubStep
 from services.common.server import server_options
 
 NextId = Callable[[tuple[int, ...], int], int]
-"""(prompt ids, output position) to the id that stands there; a stub has no state a request could disturb."""
+"""(prompt ids, output position) to the id that stands there; a stub has no state a request could disturb. Choices after
+the first have the ids that follow it in the vocabulary: choice i's are i higher."""
 
 log = logging.getLogger("stub_engine")
 
@@ -47,7 +49,7 @@ class Faults:
     only_prompt: tuple[int, ...] | None = None
     """Faults hit the request with this prompt alone; None: every request."""
     failed: engine_pb2.Failed | None = None
-    """Sent, with the request's own id, when it has `failed_at` ids."""
+    """Sent, with the request's own id, when it has `failed_at` ids; all its choices end."""
     failed_at: int = 0
     no_hello: grpc.StatusCode | None = None
     """Attach ends with this status in place of a hello."""
@@ -69,6 +71,8 @@ class StubEngine:
         next_id: NextId | None = None,
         vocab_size: int = 49_152,
         context_tokens: int = 2048,
+        block_tokens: int = 16,
+        max_choices: int = 16,
         tokenizer_hash: str | None = None,
         model: str = "stub",
         ids_per_step: int = 1,
@@ -86,6 +90,9 @@ class StubEngine:
         self._next_id = next_id or _scripted(script, vocab_size)
         self._vocab_size = vocab_size
         self._context_tokens = context_tokens
+        self._block_tokens = block_tokens
+        self._max_choices = max_choices
+        self._cache = StubCache(block_tokens)
         self._tokenizer_hash = tokenizer_hash
         self._model = model
         self._ids_per_step = ids_per_step
@@ -110,7 +117,7 @@ class StubEngine:
 
     @property
     def num_running(self) -> int:
-        """Requests that have neither finished nor been aborted."""
+        """Choices that have neither finished nor been aborted."""
         return sum(len(session.running) for session in self._sessions)
 
     async def __aenter__(self) -> StubEngine:
@@ -172,10 +179,20 @@ class StubEngine:
         await self._go.wait()
 
     def id_at(self, request: StubRequest) -> int:
-        """The next id of a request, the fault's where there is one."""
+        """The next id of a choice, the fault's where there is one."""
         if self.faults.hit(request.prompt) and self.faults.bad_id_at == request.num_output:
             return self.faults.bad_id
-        return self._next_id(request.prompt, request.num_output)
+        first = self._next_id(request.prompt, request.num_output)
+        return first if request.choice == 0 else (first + request.choice) % self._vocab_size
+
+    def admit(self, submit: engine_pb2.Submit) -> list[StubRequest]:
+        """The choices of a request. Raises ValueError for one that the contract does not allow."""
+        if not 1 <= submit.num_choices <= self._max_choices:
+            raise ValueError(f"num_choices is {submit.num_choices}, not in [1, {self._max_choices}]")
+        if wrong := self._cache.misfit(submit):
+            raise ValueError(wrong)
+        cached_tokens = self._cache.cached_tokens(submit)
+        return [StubRequest.of(submit, choice, cached_tokens) for choice in range(submit.num_choices)]
 
     def hello(self) -> engine_pb2.EngineHello:
         """What a loaded engine says."""
@@ -186,9 +203,9 @@ class StubEngine:
             fingerprint="f" * 64,
             vocab_size=self._vocab_size,
             context_tokens=self._context_tokens,
-            block_tokens=16,
+            block_tokens=self._block_tokens,
             pool_tokens=self._context_tokens * 64,
-            max_choices=1,
+            max_choices=self._max_choices,
             fragment_bytes=64 * 1024 * 1024,
         )
 
@@ -292,12 +309,13 @@ class _Session:
 
     def _submit(self, submit: engine_pb2.Submit) -> None:
         self.engine.submits.append(submit)
-        self.running[submit.request_id] = StubRequest(
-            submit,
-            prompt=tuple(np.frombuffer(submit.prompt_ids, "<u4").tolist()),
-            stop_ids=frozenset(np.frombuffer(submit.stop_ids, "<u4").tolist()),
-            arrived_unix_ns=time.time_ns(),
-        )
+        try:
+            choices = self.engine.admit(submit)
+        except ValueError as error:
+            failed = engine_pb2.Failed(request_id=submit.request_id, code=3, reason="INVALID_FIELD", message=str(error))
+            self.send(engine_pb2.AttachResponse(outputs=engine_pb2.StepOutputs(failed=[failed])))
+            return
+        self.running.update((request.request_id, request) for request in choices)
         self.work.set()
 
     async def beat(self) -> None:
@@ -319,8 +337,8 @@ class _Session:
 
     def _make_step(self) -> None:
         step = StubStep(next(self.steps))
-        for request in list(self.running.values()):
-            if not self._steps(request):
+        for request in sorted(self.running.values(), key=lambda request: request.submit.priority):
+            if request.request_id not in self.running or not self._steps(request):
                 continue
             if self._meets_fault(request, step):
                 continue
@@ -339,7 +357,8 @@ class _Session:
         failed.CopyFrom(faults.failed)
         failed.request_id = request.submit.request_id
         step.failed.append(failed)
-        del self.running[request.submit.request_id]
+        for choice in range(request.submit.num_choices):
+            self.running.pop(request.submit.request_id + choice, None)
         return True
 
     def _advance(self, request: StubRequest, step: StubStep) -> None:
@@ -358,10 +377,10 @@ class _Session:
                 break
         step.add(request, ids)
         if finished is not None:
-            finished.request_id = submit.request_id
+            finished.request_id = request.request_id
             finished.last_token_unix_ns = time.time_ns()
             step.finished.append(finished)
-            del self.running[submit.request_id]
+            del self.running[request.request_id]
 
 
 async def _serve(options: argparse.Namespace) -> None:

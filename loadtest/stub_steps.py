@@ -12,14 +12,33 @@ from triptych.inference.v1 import generation_pb2
 
 @dataclass
 class StubRequest:
-    """A request under way."""
+    """A choice of a request, under way."""
 
     submit: engine_pb2.Submit
     prompt: tuple[int, ...]
     stop_ids: frozenset[int]
     arrived_unix_ns: int
+    choice: int = 0
+    cached_tokens: int = 0
     num_output: int = 0
     started: bool = False
+
+    @classmethod
+    def of(cls, submit: engine_pb2.Submit, choice: int, cached_tokens: int) -> StubRequest:
+        """A choice that arrives now."""
+        return cls(
+            submit,
+            prompt=tuple(np.frombuffer(submit.prompt_ids, "<u4").tolist()),
+            stop_ids=frozenset(np.frombuffer(submit.stop_ids, "<u4").tolist()),
+            arrived_unix_ns=time.time_ns(),
+            choice=choice,
+            cached_tokens=cached_tokens,
+        )
+
+    @property
+    def request_id(self) -> int:
+        """In messages: choice i of a request has its id + i."""
+        return self.submit.request_id + self.choice
 
 
 @dataclass
@@ -46,7 +65,7 @@ class StubStep:
         if request.submit.HasField("logprobs"):
             self.places += range(len(self.token_ids), len(self.token_ids) + len(ids))
             self.positions += range(request.num_output - len(ids), request.num_output)
-        self.request_ids.append(request.submit.request_id)
+        self.request_ids.append(request.request_id)
         self.counts.append(len(ids))
         self.token_ids += ids
         if not request.started:
@@ -54,7 +73,8 @@ class StubStep:
             now = time.time_ns()
             self.started.append(
                 engine_pb2.Started(
-                    request_id=request.submit.request_id,
+                    request_id=request.request_id,
+                    cached_tokens=request.cached_tokens,
                     queued_unix_ns=request.arrived_unix_ns,
                     scheduled_unix_ns=now,
                     first_token_unix_ns=now,

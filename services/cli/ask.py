@@ -80,6 +80,19 @@ async def show(stream: Stream, shown: Shown) -> None:
     print(_speed(shown, started_s, first_s, last_s), file=sys.stderr, flush=True)
 
 
+async def show_choices(stream: Stream) -> None:
+    """Prints each choice of an answer under its index as soon as it is whole, then the speed of all."""
+    started_s = time.monotonic()
+    texts: dict[int, list[str]] = {}
+    tokens = 0
+    async for delta in stream:
+        tokens += len(delta.token_ids)
+        texts.setdefault(delta.index, []).append(delta.text)
+        if ending := _ending(delta):
+            print(f"--- choice {delta.index}, {ending}\n{''.join(texts.pop(delta.index))}", flush=True)
+    print(f"[{tokens} tokens of all choices in {time.monotonic() - started_s:.2f} s]", file=sys.stderr, flush=True)
+
+
 def _ending(delta: Delta) -> str:
     if delta.finish is None:
         return ""

@@ -7,7 +7,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from services.cli.ask import Shown, add_options, client, for_people, options_of, show
+from services.cli.ask import Shown, add_options, client, for_people, options_of, show, show_choices
 from services.common.errors import StartError
 
 
@@ -15,6 +15,7 @@ def run(argv: Sequence[str]) -> int:
     """Streams to standard output."""
     parser = argparse.ArgumentParser(prog="triptych generate", description=__doc__, allow_abbrev=False)
     parser.add_argument("prompt", nargs="?", help="by default what standard input holds")
+    parser.add_argument("-n", type=int, metavar="N", help="answers to one prompt, each printed whole once it is there")
     add_options(parser)
     parsed = parser.parse_args(argv)
     prompt = sys.stdin.read() if parsed.prompt is None else parsed.prompt
@@ -27,7 +28,10 @@ async def _generate(prompt: str, parsed: argparse.Namespace) -> None:
         from triptych_client import TriptychError
 
         try:
-            await show(connection.generate(prompt, **options_of(parsed)), Shown())
+            options = options_of(parsed)
+            options["n"] = parsed.n
+            stream = connection.generate(prompt, **options)
+            await (show_choices(stream) if (parsed.n or 1) > 1 else show(stream, Shown()))
         except ValueError as error:  # an option that its field cannot hold
             raise StartError(str(error)) from None
         except TriptychError as error:

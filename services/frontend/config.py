@@ -29,7 +29,7 @@ class FrontendConfig(ServiceConfig):
     )
     max_messages: int = Field(2048, ge=1, description="messages a chat may have")
     max_content_parts: int = Field(4096, ge=1, description="content parts of all messages of a chat together")
-    max_choices: int = Field(16, ge=1, description="choices a request may ask for; this version serves 1")
+    max_choices: int = Field(16, ge=1, description="choices a request may ask for; an engine may take fewer")
     max_logprobs: int = Field(
         20, ge=0, description="alternatives to each id that a request may ask for; this version serves 0"
     )
@@ -38,6 +38,9 @@ class FrontendConfig(ServiceConfig):
     max_stop_token_ids: int = Field(256, ge=0, description="stop ids a request may have")
     max_logit_biases: int = Field(1024, ge=0, description="logit_bias entries a request may have")
     max_detokenize_ids: int = Field(256 * 1024, ge=1, description="ids of one Detokenize")
+    max_cache_salt_bytes: int = Field(256, ge=0, description="UTF-8 bytes of a cache_salt")
+    max_min_delta_tokens: int = Field(4096, ge=0, description="min_delta_tokens that a request may ask for")
+    max_min_delta_interval_ms: int = Field(10_000, ge=0, description="min_delta_interval_ms that a request may ask for")
 
     @field_validator("max_prompt_bytes")
     @classmethod
@@ -62,4 +65,7 @@ class FrontendConfig(ServiceConfig):
             stop_token_ids=self.max_stop_token_ids,
             logit_biases=self.max_logit_biases,
             detokenize_ids=self.max_detokenize_ids,
+            cache_salt_bytes=self.max_cache_salt_bytes,
+            min_delta_tokens=self.max_min_delta_tokens,
+            min_delta_interval_ms=self.max_min_delta_interval_ms,
         )

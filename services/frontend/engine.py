@@ -11,6 +11,14 @@ from services.frontend.request import Logprob, Sampling
 
 
 @dataclass(frozen=True)
+class BlockDigests:
+    """Of a prompt: `root` [32 bytes], and `blocks` [prompt // block_tokens] of 32 bytes, chained to it."""
+
+    root: bytes
+    blocks: bytes
+
+
+@dataclass(frozen=True)
 class Submission:
     """A request as an engine takes it. `timeout_ms` is what is left of the client's deadline, None without one."""
 
@@ -23,11 +31,15 @@ class Submission:
     logprobs: int | None
     arrived_unix_ns: int
     timeout_ms: int | None
+    num_choices: int = 1
+    priority: int = 0
+    tenant: str = ""
+    digests: BlockDigests | None = None
 
 
 @dataclass(frozen=True)
 class EngineFinish:
-    """The engine's last word on a request: `reason` "stop" or "length"; `stop_id` is the id that stopped it."""
+    """The engine's last word on a choice: `reason` "stop" or "length"; `stop_id` is the id that stopped it."""
 
     reason: str
     stop_id: int | None
@@ -35,7 +47,7 @@ class EngineFinish:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What is new of one request; `logprobs` is as long as `token_ids`, or empty where none were asked for."""
+    """What is new of one choice; `logprobs` is as long as `token_ids`, or empty where none were asked for."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[Logprob, ...] = ()
@@ -62,7 +74,7 @@ class Outputs:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One StepOutputs: what is new by request id, and the requests that failed."""
+    """One StepOutputs: what is new by choice (request id + index), and the requests that failed."""
 
     outputs: dict[int, Outputs] = field(default_factory=dict)
     failures: dict[int, RequestError] = field(default_factory=dict)

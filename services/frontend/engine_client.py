@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import grpc
@@ -17,9 +17,9 @@ from triptych.engine.v1 import engine_pb2, engine_pb2_grpc
 from services.common.errors import RequestError, unavailable
 from services.common.server import channel_options
 from services.frontend import engine_wire
-from services.frontend.engine import Outputs, StepReport, Submission
+from services.frontend.engine import StepReport, Submission
+from services.frontend.engine_request import EngineRequest, Sink
 from services.frontend.engine_wire import EngineContractError
-from services.frontend.mailbox import Mailbox
 from services.frontend.request import EngineFacts
 
 HEARTBEAT_LIMIT_S = 3.0
@@ -34,23 +34,6 @@ AttachCall: TypeAlias = grpc.aio.StreamStreamCall[engine_pb2.AttachRequest, engi
 log = logging.getLogger(__name__)
 
 
-class EngineRequest:
-    """A request under way. `close` it in any case: an engine that is not done with it is told to stop."""
-
-    def __init__(self, request_id: int, mailbox: Mailbox, close: Callable[[int], None]) -> None:
-        self.request_id = request_id
-        self._mailbox = mailbox
-        self._close = close
-
-    async def take(self) -> Outputs:
-        """What is new, once there is any. Raises the RequestError that ended the request."""
-        return await self._mailbox.take()
-
-    def close(self) -> None:
-        """Aborts what has not ended. May be called again."""
-        self._close(self.request_id)
-
-
 class EngineClient:
     """Attaches, and attaches again; hands each request what is its own."""
 
@@ -63,13 +46,16 @@ class EngineClient:
         self._tokenizer_hash = tokenizer_hash
         self._clock = clock
         self._frontend_id = engine_wire.new_frontend_id()
-        self._ids = itertools.count(1)
-        self._mailboxes: dict[int, Mailbox] = {}
+        self._next_id = 1
+        self._requests: dict[int, EngineRequest] = {}
+        """By id, until they are closed."""
+        self._choices: dict[int, EngineRequest] = {}
+        """By the id of a choice that has not ended: choice i of a request has its id + i."""
         self._outgoing: asyncio.Queue[engine_pb2.AttachRequest] | None = None
         self._state = engine_pb2.ENGINE_STATE_UNSPECIFIED
         self._heard_s = 0.0
         self._attached = False
-        self._trouble = "not tried yet"
+        self._trouble = _Trouble("not tried yet")
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -88,13 +74,13 @@ class EngineClient:
         return self._attached and self._state == engine_pb2.ENGINE_STATE_SERVING and self.silent_s() < HEARTBEAT_LIMIT_S
 
     def silent_s(self) -> float:
-        """Seconds since the engine's last heartbeat."""
+        """Seconds since the engine was last heard of."""
         return self._clock() - self._heard_s
 
     def require(self) -> EngineFacts:
         """The engine's facts, where it takes requests. Raises UNAVAILABLE with the reason."""
         if not self._attached or self.facts is None:
-            raise unavailable("NO_ENGINE", f"no engine is attached: {self._trouble}")
+            raise unavailable("NO_ENGINE", f"no engine is attached: {self._trouble.told}")
         if self._state == engine_pb2.ENGINE_STATE_DRAINING:
             raise unavailable("ENGINE_DRAINING", "the engine is draining and takes no new requests")
         if self.silent_s() >= HEARTBEAT_LIMIT_S:
@@ -104,23 +90,31 @@ class EngineClient:
             )
         return self.facts
 
-    def submit(self, submission: Submission) -> EngineRequest:
-        """Hands over a request. Raises UNAVAILABLE where `require` does."""
+    def submit(self, submission: Submission, sink: Sink) -> EngineRequest:
+        """Hands over a request; `sink` is given what comes of it. Raises UNAVAILABLE where `require` does."""
         self.require()
-        request_id = next(self._ids)
-        mailbox = self._mailboxes[request_id] = Mailbox()
-        self._send(engine_wire.submit(request_id, submission))
-        return EngineRequest(request_id, mailbox, self._close_request)
+        request = EngineRequest(self._next_id, submission.num_choices, sink, end=self._end, close=self._close)
+        self._next_id += submission.num_choices
+        self._requests[request.request_id] = request
+        self._choices.update(dict.fromkeys(request.choice_ids, request))
+        self._send(engine_wire.submit(request.request_id, submission))
+        return request
 
     def fail_all(self, error: RequestError) -> None:
         """Ends every request with `error`, here and in the engine."""
-        for request_id, mailbox in list(self._mailboxes.items()):
-            mailbox.fail(error)
-            self._close_request(request_id)
+        for request in list(self._requests.values()):
+            request.fail(error)
+            request.close()
 
-    def _close_request(self, request_id: int) -> None:
-        if self._mailboxes.pop(request_id, None) is not None:
-            self._send(engine_wire.abort(request_id))
+    def _close(self, request: EngineRequest) -> None:
+        self._requests.pop(request.request_id, None)
+        self._end(request.choice_ids)
+
+    def _end(self, choice_ids: Sequence[int]) -> None:
+        """Tells the engine to stop what has not ended of them."""
+        running = [choice_id for choice_id in choice_ids if self._choices.pop(choice_id, None) is not None]
+        if running:
+            self._send(engine_wire.abort(running))
 
     def _send(self, message: engine_pb2.AttachRequest) -> None:
         if self._outgoing is not None:
@@ -133,20 +127,20 @@ class EngineClient:
             while True:
                 try:
                     await self._attach(stub)
-                    trouble, slow = "the engine closed the stream", False
+                    trouble = _Trouble("the engine closed the stream")
                 except grpc.aio.AioRpcError as error:
-                    trouble, slow = _explain(error), error.code() in _MISMATCH
+                    trouble = _explain(error)
                 except EngineContractError as error:
-                    trouble, slow = str(error), True
+                    trouble = _Trouble(str(error), slow=True)
                 except Exception as error:  # a fault of ours must not leave a frontend that never attaches again
                     log.exception("the engine's stream failed")
-                    trouble, slow = repr(error), True
+                    trouble = _Trouble("its stream failed", repr(error), slow=True)
                 finally:
                     was_attached = self._attached
                     self._detach()
                 self._note(trouble, was_attached)
                 wait_s = RETRY_FIRST_S if was_attached else min(wait_s * 2, RETRY_LAST_S)
-                await asyncio.sleep(RETRY_MISMATCH_S if slow else wait_s * random.uniform(0.8, 1.2))
+                await asyncio.sleep(RETRY_MISMATCH_S if trouble.slow else wait_s * random.uniform(0.8, 1.2))
 
     async def _attach(self, stub: engine_pb2_grpc.EngineServiceStub) -> None:
         """One stream, from hello to its end."""
@@ -162,6 +156,8 @@ class EngineClient:
             call.cancel()
 
     def _receive(self, message: engine_pb2.AttachResponse) -> None:
+        could = self.can_generate()
+        self._heard_s = self._clock()  # any message is a sign of life: heartbeats may wait behind outputs
         kind = message.WhichOneof("message")
         if kind == "outputs":
             self._deliver(engine_wire.read_outputs(message.outputs))
@@ -169,27 +165,36 @@ class EngineClient:
             self._on_heartbeat(message.heartbeat)
         elif kind == "hello":
             self._on_hello(message.hello)
+        if self.can_generate() != could:
+            self.changed.set()
 
     def _deliver(self, report: StepReport) -> None:
-        for request_id, outputs in report.outputs.items():
-            mailbox = self._mailboxes.get(request_id)
-            if mailbox is None:
+        for choice_id, outputs in report.outputs.items():
+            request = self._choices.get(choice_id)
+            if request is None:
                 continue  # under way when it was aborted
-            mailbox.put(outputs)
             if outputs.finish is not None:
-                del self._mailboxes[request_id]
+                del self._choices[choice_id]
+            request.put(choice_id, outputs)
         for request_id, error in report.failures.items():
-            mailbox = self._mailboxes.pop(request_id, None)
-            if mailbox is not None:
-                mailbox.fail(error)
+            self._fail(request_id, error)
+
+    def _fail(self, request_id: int, error: RequestError) -> None:
+        """Ends a request with all its choices; its call closes it."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.fail(error)
+            for choice_id in request.choice_ids:
+                self._choices.pop(choice_id, None)
+        elif (request := self._choices.pop(request_id, None)) is not None:
+            request.fail(error)  # of one choice alone: closing the request aborts the others
 
     def _on_hello(self, message: engine_pb2.EngineHello) -> None:
         self.facts = engine_wire.read_hello(message)
         self._attached = True
-        self._trouble = ""
+        self._trouble = _Trouble("")
         if self._state in (engine_pb2.ENGINE_STATE_UNSPECIFIED, engine_pb2.ENGINE_STATE_LOADING):
             self._state = engine_pb2.ENGINE_STATE_SERVING  # a hello comes once the model is loaded
-        self._heard_s = self._clock()
         self.changed.set()
         log.info(
             "attached to engine %s at %s: %s, context %d tokens",
@@ -200,12 +205,11 @@ class EngineClient:
         )
 
     def _on_heartbeat(self, message: engine_pb2.Heartbeat) -> None:
-        before = (self._state, self.can_generate())
+        before = self._state
         self._state = message.state
-        self._heard_s = self._clock()
         if not self._attached:
-            self._trouble = f"the engine at {self._target} is loading its model"
-        if before != (self._state, self.can_generate()):
+            self._trouble = _Trouble("the engine is loading its model")
+        if before != self._state:
             self.changed.set()
 
     def _detach(self) -> None:
@@ -214,16 +218,16 @@ class EngineClient:
         self._attached = False
         self._state = engine_pb2.ENGINE_STATE_UNSPECIFIED
         error = unavailable("ENGINE_LOST", "the engine was lost while it worked on this request; send it again")
-        for mailbox in self._mailboxes.values():
-            mailbox.fail(error)
-        self._mailboxes.clear()
+        for request in self._requests.values():
+            request.fail(error)
+        self._requests.clear()
+        self._choices.clear()
         self.changed.set()
 
-    def _note(self, trouble: str, was_attached: bool) -> None:
+    def _note(self, trouble: _Trouble, was_attached: bool) -> None:
         """Logs once what keeps the engine away, not at every try."""
-        trouble = f"{self._target}: {trouble}"
         if trouble != self._trouble or was_attached:
-            log.warning("no engine at %s", trouble)
+            log.warning("no engine at %s: %s", self._target, trouble.logged or trouble.told)
         self._trouble = trouble
         self.changed.set()
 
@@ -238,5 +242,20 @@ async def _write(
             await call.write(await outgoing.get())
 
 
-def _explain(error: grpc.aio.AioRpcError) -> str:
-    return f"{error.code().name}: {error.details()}"
+@dataclass(frozen=True)
+class _Trouble:
+    """What keeps the engine away: `told` to clients, who are not to learn inner addresses; `logged` where it says more.
+
+    `slow` where somebody has to change something before another try can succeed.
+    """
+
+    told: str
+    logged: str = ""
+    slow: bool = False
+
+
+def _explain(error: grpc.aio.AioRpcError) -> _Trouble:
+    whole = f"{error.code().name}: {error.details()}"
+    if error.code() in _MISMATCH:
+        return _Trouble(whole, slow=True)  # the engine's own words about this frontend
+    return _Trouble(f"its stream ended with {error.code().name}; the frontend's log says more", whole)

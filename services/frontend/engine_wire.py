@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 
 import grpc
 import numpy as np
@@ -48,7 +49,7 @@ def submit(request_id: int, submission: Submission) -> engine_pb2.AttachRequest:
     return engine_pb2.AttachRequest(
         submit=engine_pb2.Submit(
             request_id=request_id,
-            num_choices=1,
+            num_choices=submission.num_choices,
             prompt_ids=_column(submission.prompt_ids, "<u4"),
             sampling=sampling_message(submission.sampling),
             seed=submission.seed,
@@ -56,15 +57,19 @@ def submit(request_id: int, submission: Submission) -> engine_pb2.AttachRequest:
             min_tokens=submission.min_tokens,
             stop_ids=_column(submission.stop_ids, "<u4"),
             logprobs=submission.logprobs,
+            priority=submission.priority,
+            tenant=submission.tenant,
+            block_digests=submission.digests.blocks if submission.digests else b"",
+            root_digest=submission.digests.root if submission.digests else b"",
             arrived_unix_ns=submission.arrived_unix_ns,
             timeout_ms=submission.timeout_ms,
         )
     )
 
 
-def abort(request_id: int) -> engine_pb2.AttachRequest:
-    """The end of a request that nobody waits for."""
-    return engine_pb2.AttachRequest(abort=engine_pb2.Abort(request_ids=_column((request_id,), "<u8")))
+def abort(choice_ids: Sequence[int]) -> engine_pb2.AttachRequest:
+    """The end of choices that nobody waits for; choice i of a request is its id + i."""
+    return engine_pb2.AttachRequest(abort=engine_pb2.Abort(request_ids=_column(choice_ids, "<u8")))
 
 
 def sampling_message(sampling: Sampling) -> generation_pb2.Sampling:
@@ -95,6 +100,8 @@ def read_hello(message: engine_pb2.EngineHello) -> EngineFacts:
         fingerprint=message.fingerprint,
         vocab_size=message.vocab_size,
         context_tokens=message.context_tokens,
+        block_tokens=message.block_tokens,
+        max_choices=max(message.max_choices, 1),
     )
 
 
@@ -163,7 +170,7 @@ def _read_logprobs(columns: generation_pb2.LogprobColumns, num_ids: int, step: i
     }
 
 
-def _column(values: tuple[int, ...], dtype: str) -> bytes:
+def _column(values: Sequence[int], dtype: str) -> bytes:
     return np.array(values, dtype=dtype).tobytes()
 
 

@@ -75,6 +75,7 @@ class Intake:
             defaults=self._model.defaults,
             limits=self._limits,
             vocab_size=self._model.vocab_size(facts),
+            max_choices=facts.max_choices,
             path=f"{path}options",
         )
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-SERVED_CHOICES = 1
-"""Choices of a request that are served; more, up to the configured limit, are refused as not served yet."""
 SERVED_LOGPROBS = 0
 """Alternatives to each id that are served."""
 
@@ -25,11 +23,23 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Hold:
+    """When a delta is sent that is held back: with `tokens` ids, or `interval_s` after the choice's last one.
+
+    Either is enough; 0 is no condition, both 0 hold nothing back. An interval does not hold back the first delta.
+    """
+
+    tokens: int = 0
+    interval_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class Options:
     """Everything about a generation except its prompt. `max_tokens` None means to the end of the context."""
 
     sampling: Sampling
     seed: int
+    n: int = 1
     max_tokens: int | None = None
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
@@ -38,18 +48,23 @@ class Options:
     include_stop_string: bool = False
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    hold: Hold = Hold()
+    priority: int = 0
+    cache_salt: str = ""
     label: str = ""
 
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """An engine's hello."""
+    """An engine's hello. `block_tokens` is 0 where it takes no digests of blocks."""
 
     engine_id: str
     model: str
     fingerprint: str
     vocab_size: int
     context_tokens: int
+    block_tokens: int = 0
+    max_choices: int = 1
 
 
 @dataclass(frozen=True)
@@ -84,21 +99,27 @@ class Limits:
     stop_token_ids: int
     logit_biases: int
     detokenize_ids: int
+    cache_salt_bytes: int
+    min_delta_tokens: int
+    min_delta_interval_ms: int
 
-    def named(self) -> dict[str, int]:
-        """By configuration key; choices and logprobs no more than are served."""
+    def named(self, engine: EngineFacts) -> dict[str, int]:
+        """By configuration key; choices no more than the engine takes, logprobs no more than are served."""
         return {
             "max_message_bytes": self.message_bytes,
             "max_prompt_bytes": self.prompt_bytes,
             "max_messages": self.messages,
             "max_content_parts": self.content_parts,
-            "max_choices": min(self.choices, SERVED_CHOICES),
+            "max_choices": min(self.choices, engine.max_choices),
             "max_logprobs": min(self.logprobs, SERVED_LOGPROBS),
             "max_stop_strings": self.stop_strings,
             "max_stop_string_bytes": self.stop_string_bytes,
             "max_stop_token_ids": self.stop_token_ids,
             "max_logit_biases": self.logit_biases,
             "max_detokenize_ids": self.detokenize_ids,
+            "max_cache_salt_bytes": self.cache_salt_bytes,
+            "max_min_delta_tokens": self.min_delta_tokens,
+            "max_min_delta_interval_ms": self.min_delta_interval_ms,
         }
 
 

@@ -27,9 +27,10 @@ def prompt_info(job: Job) -> inference_pb2.PromptInfo:
     )
 
 
-def choice(delta: Delta, tokenizer: TextTokenizer) -> inference_pb2.Choice:
-    """A delta of choice 0."""
+def choice(index: int, delta: Delta, tokenizer: TextTokenizer) -> inference_pb2.Choice:
+    """A delta of a choice."""
     return inference_pb2.Choice(
+        index=index,
         text=delta.text,
         token_ids=delta.token_ids,
         logprobs=[
@@ -56,7 +57,7 @@ def tokenized(ids: Sequence[int], tokenizer: TextTokenizer) -> inference_pb2.Tok
 
 
 def usage(job: Job, completion_tokens: int, cached_tokens: int) -> inference_pb2.Usage:
-    """What was used, over the one choice."""
+    """What was used, over all choices."""
     return inference_pb2.Usage(
         prompt_tokens=len(job.prompt_ids), completion_tokens=completion_tokens, cached_tokens=cached_tokens
     )
@@ -98,7 +99,7 @@ class Fold(Generic[R]):
         self._texts: dict[int, list[str]] = {}
         self._choices: dict[int, inference_pb2.Choice] = {}
 
-    def add(self, message: R) -> None:
+    async def write(self, message: R) -> None:
         """Takes the next message of the stream."""
         if message.HasField("prompt"):
             self._folded.prompt.CopyFrom(message.prompt)

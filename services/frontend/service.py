@@ -7,23 +7,27 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 from triptych.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from services.common.errors import RequestError, unavailable
 from services.frontend import responses, sizes
+from services.frontend.answer import Answer
 from services.frontend.calls import Calls
 from services.frontend.door import DOOR
 from services.frontend.engine import Submission
 from services.frontend.engine_client import EngineClient
-from services.frontend.generation import Choice
+from services.frontend.engine_request import EngineRequest
 from services.frontend.intake import Intake
+from services.frontend.prompt_blocks import block_digests
 from services.frontend.request import Delta, EngineFacts, Job, Limits
 from services.frontend.responses import Fold
 from services.frontend.served_model import ServedModel
+from services.frontend.tenant import tenant_of
 from services.frontend.tokenizer import off_loop
 from services.frontend.validation import check_ids
 
@@ -33,6 +37,9 @@ REQUEST_ID_KEY = "triptych-request-id"
 R = TypeVar("R", inference_pb2.GenerateResponse, inference_pb2.ChatResponse)
 Context: TypeAlias = Any  # grpc.aio.ServicerContext; the generated base class names a union that mypy cannot narrow
 Prepare: TypeAlias = Callable[[EngineFacts], Awaitable[Job]]
+Write: TypeAlias = Callable[[Any], Coroutine[Any, Any, None]]
+Send: TypeAlias = Callable[[list[tuple[int, Delta]]], Coroutine[Any, Any, None]]
+"""Deltas to the client by choice, in one message; none of them, none."""
 
 log = logging.getLogger(__name__)
 
@@ -47,27 +54,21 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._limits = limits
         self._intake = Intake(model, limits)
 
-    async def Generate(
-        self, request: inference_pb2.GenerateRequest, context: Context
-    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """A text or token-id prompt, continued."""
 
         def prepare(facts: EngineFacts) -> Awaitable[Job]:
             return self._intake.generate(request, facts)
 
-        async for message in self._stream(request, prepare, inference_pb2.GenerateResponse, context):
-            yield message
+        await self._answer(request, prepare, inference_pb2.GenerateResponse, context, context.write)
 
-    async def Chat(
-        self, request: inference_pb2.ChatRequest, context: Context
-    ) -> AsyncIterator[inference_pb2.ChatResponse]:
+    async def Chat(self, request: inference_pb2.ChatRequest, context: Context) -> None:  # type: ignore[override]
         """A conversation, answered."""
 
         def prepare(facts: EngineFacts) -> Awaitable[Job]:
             return self._intake.chat(request, facts)
 
-        async for message in self._stream(request, prepare, inference_pb2.ChatResponse, context):
-            yield message
+        await self._answer(request, prepare, inference_pb2.ChatResponse, context, context.write)
 
     async def GenerateUnary(
         self, request: inference_pb2.GenerateUnaryRequest, context: Context
@@ -78,8 +79,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             return self._intake.generate(request.request, facts, "request.")
 
         fold = Fold(inference_pb2.GenerateResponse())
-        async for message in self._stream(request, prepare, inference_pb2.GenerateResponse, context):
-            fold.add(message)
+        await self._answer(request, prepare, inference_pb2.GenerateResponse, context, fold.write)
         answer = inference_pb2.GenerateUnaryResponse(response=fold.result())
         sizes.check_answer(answer, self._limits, "use Generate, which streams it, or raise --max-message-bytes")
         return answer
@@ -93,8 +93,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             return self._intake.chat(request.request, facts, "request.")
 
         fold = Fold(inference_pb2.ChatResponse())
-        async for message in self._stream(request, prepare, inference_pb2.ChatResponse, context):
-            fold.add(message)
+        await self._answer(request, prepare, inference_pb2.ChatResponse, context, fold.write)
         answer = inference_pb2.ChatUnaryResponse(response=fold.result())
         sizes.check_answer(answer, self._limits, "use Chat, which streams it, or raise --max-message-bytes")
         return answer
@@ -144,44 +143,61 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             DOOR.check(request)
             return inference_pb2.ListModelsResponse(models=[self._describe()])
 
-    async def _stream(self, request: Any, prepare: Prepare, response: type[R], context: Context) -> AsyncIterator[R]:
+    async def _answer(
+        self,
+        request: Message,
+        prepare: Prepare,
+        response: type[R],
+        context: Context,
+        write: Callable[[R], Awaitable[None]],
+    ) -> None:
         """Prompt facts, deltas, usage: the one way every generation goes."""
         request_id = await _greet(context)
         with self._calls.entered():
             sizes.check(request, self._limits)
             DOOR.check(request)
+            tenant = tenant_of(context)
             job = await prepare(self._engine.require())
-            choice = Choice(job, self._model.tokenizer)
-            yield response(prompt=responses.prompt_info(job))
-            async for delta in self._deltas(job, choice, request_id, context):
-                yield response(choices=[responses.choice(delta, self._model.tokenizer)])
-            yield response(usage=responses.usage(job, choice.num_tokens, choice.cached_tokens))
+            answer = Answer(job, self._model.tokenizer)
+
+            async def send(deltas: list[tuple[int, Delta]]) -> None:
+                if deltas:
+                    tokenizer = self._model.tokenizer
+                    await write(response(choices=[responses.choice(i, delta, tokenizer) for i, delta in deltas]))
+
+            await write(response(prompt=responses.prompt_info(job)))
+            if job.max_tokens == 0:
+                await send(answer.nothing())
+            else:
+                submission = await _submission(job, tenant, context)
+                await self._run(job, answer, self._engine.submit(submission, answer), send, request_id, context)
+            await write(response(usage=responses.usage(job, answer.completion_tokens, answer.cached_tokens)))
             log.debug(
                 "request %s (label %r): %d prompt tokens, %d output tokens, stopped by %s",
                 request_id,
                 job.options.label,
                 len(job.prompt_ids),
-                choice.num_tokens,
-                choice.stopped,
+                answer.completion_tokens,
+                ", ".join(answer.stopped),
             )
 
-    async def _deltas(self, job: Job, choice: Choice, request_id: str, context: Context) -> AsyncIterator[Delta]:
-        if job.max_tokens == 0:
-            yield choice.nothing()
-            return
-        request = self._engine.submit(_submission(job, context))
-        # A call that is cancelled while a slow client holds up a message leaves this generator where it is: the
-        # callback is what tells the engine at once.
+    async def _run(
+        self, job: Job, answer: Answer, request: EngineRequest, send: Send, request_id: str, context: Context
+    ) -> None:
+        """From the engine to the client, until every choice has stopped. A choice that fails ends the call."""
+        # A call that is cancelled while a slow client holds up a message may stay where it is: the callback is what
+        # tells the engine at once.
         context.add_done_callback(lambda _: request.close())
         try:
-            while choice.stopped is None:
-                yield choice.push(await request.take())
+            while not answer.done:
+                await send(await answer.take())
         except RequestError as error:
             if error.code is grpc.StatusCode.INTERNAL:
                 log.error("request %s (label %r): %s", request_id, job.options.label, error.message)
             raise
         finally:
             request.close()
+            answer.close()
 
     def _tokenized(self, ids: tuple[int, ...]) -> inference_pb2.TokenizeResponse:
         answer = responses.tokenized(ids, self._model.tokenizer)
@@ -201,7 +217,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             vocab_size=self._model.vocab_size(facts),
             eos_token_ids=sorted(self._model.eos_ids),
             defaults=responses.defaults(self._model.defaults),
-            limits=self._limits.named(),
+            limits=self._limits.named(facts),
             has_chat_template=self._model.chat.has_template,
         )
 
@@ -218,7 +234,8 @@ async def _greet(context: Context) -> str:
     return request_id
 
 
-def _submission(job: Job, context: Context) -> Submission:
+async def _submission(job: Job, tenant: str, context: Context) -> Submission:
+    digests = await block_digests(job, tenant)
     remaining_s: float | None = context.time_remaining()
     if remaining_s is not None and remaining_s <= 0:
         raise RequestError(
@@ -234,4 +251,8 @@ def _submission(job: Job, context: Context) -> Submission:
         logprobs=job.options.logprobs,
         arrived_unix_ns=time.time_ns(),
         timeout_ms=None if remaining_s is None else int(remaining_s * 1000),
+        num_choices=job.options.n,
+        priority=job.options.priority,
+        tenant=tenant,
+        digests=digests,
     )

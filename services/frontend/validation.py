@@ -10,10 +10,11 @@ from triptych.inference.v1 import generation_pb2, inference_pb2
 
 from services.common.errors import invalid, unserved
 from services.common.sampling import LOGIT_BIAS, RANGES, Range
-from services.frontend.request import SERVED_CHOICES, SERVED_LOGPROBS, Limits, Options, Sampling
+from services.frontend.request import SERVED_LOGPROBS, Hold, Limits, Options, Sampling
 from services.frontend.sizes import at_most
 
 LABEL_BYTES = 128
+PRIORITY = Range(-1000, 1000)
 _LONGER = (
     "start the scheduler with a larger --max-model-len, or a larger KV pool (--num-kv-blocks, the executor's "
     "--kv-memory-bytes) where that is what bounds it"
@@ -21,14 +22,25 @@ _LONGER = (
 
 
 def read_options(
-    options: inference_pb2.Options, *, defaults: Sampling, limits: Limits, vocab_size: int, path: str = "options"
+    options: inference_pb2.Options,
+    *,
+    defaults: Sampling,
+    limits: Limits,
+    vocab_size: int,
+    max_choices: int = 1,
+    path: str = "options",
 ) -> Options:
-    """Options in range, sampling and seed filled. Raises RequestError(INVALID_ARGUMENT or UNIMPLEMENTED)."""
+    """Options in range, sampling and seed filled. Raises RequestError(INVALID_ARGUMENT or UNIMPLEMENTED).
+
+    `max_choices` is the engine's.
+    """
     _check_counts(options, limits, path)
+    _check_engines_choices(options.n, max_choices, f"{path}.n")
     sampling = _read_sampling(options.sampling, defaults, limits, vocab_size, f"{path}.sampling")
     return Options(
         sampling=sampling,
         seed=options.seed if options.HasField("seed") else draw_seed(),
+        n=options.n if options.HasField("n") else 1,
         max_tokens=options.max_tokens if options.HasField("max_tokens") else None,
         min_tokens=options.min_tokens,
         stop=_read_stops(options, limits, f"{path}.stop"),
@@ -37,6 +49,9 @@ def read_options(
         include_stop_string=options.include_stop_string,
         logprobs=options.logprobs if options.HasField("logprobs") else None,
         skip_special_tokens=options.skip_special_tokens if options.HasField("skip_special_tokens") else True,
+        hold=_read_hold(options, limits, path),
+        priority=_read_priority(options.priority, f"{path}.priority"),
+        cache_salt=_read_salt(options.cache_salt, limits, f"{path}.cache_salt"),
         label=_read_label(options.label, f"{path}.label"),
     )
 
@@ -145,14 +160,37 @@ def _check_counts(options: inference_pb2.Options, limits: Limits, path: str) -> 
         raise invalid(f"{path}.n", "is 0; at least one choice is returned")
     if options.n > limits.choices:
         raise invalid(f"{path}.n", f"is {options.n}, at most {limits.choices} are taken (max_choices)")
-    if options.n > SERVED_CHOICES:
-        raise unserved(f"{path}.n", f"is {options.n}; more than {SERVED_CHOICES} is not served yet")
     if options.logprobs > limits.logprobs:
         raise invalid(f"{path}.logprobs", f"is {options.logprobs}, at most {limits.logprobs} are taken (max_logprobs)")
     if options.logprobs > SERVED_LOGPROBS:
         raise unserved(
             f"{path}.logprobs", f"is {options.logprobs}; alternatives are not served yet, 0 gives each id's own"
         )
+
+
+def _check_engines_choices(n: int, max_choices: int, path: str) -> None:
+    if n > max_choices:
+        raise invalid(path, f"is {n}, the engine takes at most {max_choices}")
+
+
+def _read_hold(options: inference_pb2.Options, limits: Limits, path: str) -> Hold:
+    for name, limit in (
+        ("min_delta_tokens", limits.min_delta_tokens),
+        ("min_delta_interval_ms", limits.min_delta_interval_ms),
+    ):
+        if (value := getattr(options, name)) > limit:
+            raise invalid(f"{path}.{name}", f"is {value}, at most {limit} is taken (max_{name})")
+    return Hold(options.min_delta_tokens, options.min_delta_interval_ms / 1000)
+
+
+def _read_priority(priority: int, path: str) -> int:
+    _within(priority, PRIORITY, path)
+    return priority
+
+
+def _read_salt(salt: str, limits: Limits, path: str) -> str:
+    at_most(len(salt.encode()), limits.cache_salt_bytes, "bytes", path, "max_cache_salt_bytes")
+    return salt
 
 
 def _read_label(label: str, path: str) -> str:

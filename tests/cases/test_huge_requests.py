@@ -164,6 +164,17 @@ HUGE: dict[str, tuple[Callable[[], Message], grpc.StatusCode, str]] = {
         grpc.StatusCode.INVALID_ARGUMENT,
         "options.sampling.logit_bias",
     ),
+    "a salt": (lambda: Options(cache_salt="a" * 10**6), grpc.StatusCode.INVALID_ARGUMENT, "options.cache_salt"),
+    "held ids": (
+        lambda: Options(min_delta_tokens=2**32 - 1),
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "options.min_delta_tokens",
+    ),
+    "held time": (
+        lambda: Options(min_delta_interval_ms=2**32 - 1),
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "options.min_delta_interval_ms",
+    ),
     "a label": (lambda: Options(label="a" * 10**6), grpc.StatusCode.INVALID_ARGUMENT, "options.label"),
 }
 
@@ -194,7 +205,7 @@ def test_S8_nothing_is_allocated_for_options_over_their_limits(what: str) -> Non
     def read() -> None:
         read_options(options, defaults=Sampling(), limits=limits, vocab_size=VOCAB_SIZE)
 
-    assert peak_bytes(read) < (4 * MIB if what in ("a long stop", "a label") else 64 * 1024)
+    assert peak_bytes(read) < (4 * MIB if what in ("a long stop", "a label", "a salt") else 64 * 1024)
 
 
 def test_S8_nothing_is_allocated_for_a_chat_or_a_list_of_ids_over_its_limit() -> None:
@@ -232,7 +243,7 @@ async def test_S8_every_limit_is_told_under_its_configuration_key(served: Served
     keys = {key for key in FrontendConfig.model_fields if key.startswith("max_")}
     assert set(limits) == keys
     assert (limits["max_prompt_bytes"], limits["max_messages"], limits["max_detokenize_ids"]) == (100, 3, 5)
-    assert (limits["max_choices"], limits["max_logprobs"]) == (1, 0)  # what is served, of what is configured
+    assert (limits["max_choices"], limits["max_logprobs"]) == (16, 0)  # what is served, of what is configured
 
 
 async def test_G6_a_prompt_past_the_message_limit_is_refused_with_both_sizes(model: Path) -> None:

@@ -86,6 +86,27 @@ async def test_generate_sends_the_prompt_as_it_is(server: tuple[Scripted, str], 
     assert scripted.requests[0].text == prompt
 
 
+async def test_several_choices_are_printed_whole_in_the_order_in_which_they_end(server: tuple[Scripted, str]) -> None:
+    scripted, address = server
+    stop, length = (
+        pb.Finish(reason=generation_pb2.FINISH_REASON_STOP, eos_token_id=2),
+        pb.Finish(reason=generation_pb2.FINISH_REASON_LENGTH),
+    )
+    scripted.messages = [
+        pb.GenerateResponse(prompt=pb.PromptInfo(prompt_tokens=3)),
+        pb.GenerateResponse(
+            choices=[pb.Choice(text="He", token_ids=[1]), pb.Choice(index=1, text="Wo", token_ids=[2])]
+        ),
+        pb.GenerateResponse(choices=[pb.Choice(index=1, text="rld", token_ids=[3], finish=length)]),
+        pb.GenerateResponse(choices=[pb.Choice(text="llo", token_ids=[4, 5], finish=stop)]),
+        pb.GenerateResponse(usage=pb.Usage(prompt_tokens=3, completion_tokens=5)),
+    ]
+    code, out, err = await _run("generate", "Hi", "-n", "2", "--address", address)
+    assert (code, out) == (0, "--- choice 1, length\nWorld\n--- choice 0, end of the answer\nHello\n")
+    assert re.fullmatch(r"\[5 tokens of all choices in [\d.]+ s\]\n", err)
+    assert scripted.requests[0].options == pb.Options(n=2)
+
+
 async def test_lines_of_a_pipe_are_the_turns_of_one_conversation(server: tuple[Scripted, str]) -> None:
     scripted, address = server
     code, out, _ = await _run("chat", "--address", address, text="A\n\nB\n/clear\nC\n/quit\nD\n")

@@ -353,3 +353,35 @@ async def test_a_models_defaults_read_like_options(served: tuple[Scripted, Clien
     assert (model.name, model.context_tokens, model.eos_token_ids) == ("m", 8, (2,))
     assert model.defaults == {"n": 1, "temperature": 0.5, "top_k": 0}
     assert model.limits == {"max_stops": 4}
+
+
+async def test_a_tenant_goes_with_every_call_and_none_is_no_key(served: tuple[Scripted, Client]) -> None:
+    scripted, client = served
+    scripted.answer = pb.GenerateUnaryResponse(response=pb.GenerateResponse(choices=[pb.Choice()]))
+    async with Client(client.address, tenant="acme", metadata=[("x-mine", "1")]) as named:
+        await named.generate_unary("x")
+        assert (scripted.metadata["triptych-tenant"], scripted.metadata["x-mine"]) == ("acme", "1")
+        async for _ in named.chat("x"):
+            pass
+        assert scripted.metadata["triptych-tenant"] == "acme"
+    await client.generate_unary("x")
+    assert "triptych-tenant" not in scripted.metadata
+
+
+async def test_choices_of_one_message_are_deltas_of_their_own_and_collected_by_index(
+    served: tuple[Scripted, Client],
+) -> None:
+    scripted, client = served
+    finish = pb.Finish(reason=generation_pb2.FINISH_REASON_LENGTH)
+    scripted.messages = [
+        pb.GenerateResponse(prompt=pb.PromptInfo(prompt_tokens=1)),
+        pb.GenerateResponse(choices=[pb.Choice(index=i, text="ab"[i], token_ids=[i]) for i in (1, 0)]),
+        pb.GenerateResponse(choices=[pb.Choice(index=1, text="c", token_ids=[3], finish=finish)]),
+        pb.GenerateResponse(choices=[pb.Choice(index=0, text="d", token_ids=[4], finish=finish)]),
+        pb.GenerateResponse(usage=pb.Usage(prompt_tokens=1, completion_tokens=4, cached_tokens=16)),
+    ]
+    deltas = [delta async for delta in client.generate("x", n=2)]
+    assert [(delta.index, delta.text) for delta in deltas[:-1]] == [(1, "b"), (0, "a"), (1, "c"), (0, "d")]
+    whole = await client.generate("x", n=2).collect()
+    assert [(choice.text, choice.token_ids) for choice in whole.choices] == [("ad", (0, 4)), ("bc", (1, 3))]
+    assert whole.usage.cached_tokens == 16

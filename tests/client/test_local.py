@@ -16,7 +16,8 @@ import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -26,6 +27,7 @@ from triptych.inference.v1 import inference_pb2_grpc
 from services.cli import up_plan
 from services.cli.doctor import machine
 from services.common.errors import StartError
+from tests.client.scripted import scripted_server
 from tests.support.checkpoints import check_same_ids, reference_ids, tiny_llama
 from triptych_client import Client, Completion, Message, TriptychError
 from triptych_client.local import Engine, EngineError, batch, process
@@ -197,6 +199,22 @@ def _told(shown: bool | None) -> None:
     with batch.progress(2, shown) as told:
         told(TriptychError(grpc.StatusCode.INTERNAL, "", "one"))
         told(TriptychError(grpc.StatusCode.INTERNAL, "", "two"))
+
+
+async def test_a_batch_names_its_tenant_in_every_call() -> None:
+    async with scripted_server() as (scripted, address):
+        scripted.answer = pb.GenerateUnaryResponse(
+            response=pb.GenerateResponse(choices=[pb.Choice(), pb.Choice(index=1)])
+        )
+        engine = Engine()
+        engine._process = cast("process.Process", SimpleNamespace(check=lambda within_s=0.0: None, close=lambda: None))
+        engine._channel = grpc.insecure_channel(address)
+        (answer,) = await asyncio.to_thread(engine.generate, ["x"], n=2, tenant="acme")
+        assert scripted.metadata["triptych-tenant"] == "acme" and scripted.requests[0].request.options.n == 2
+        assert [choice.index for choice in answer.choices] == [0, 1]
+        await asyncio.to_thread(engine.generate, ["x"])
+        assert "triptych-tenant" not in scripted.metadata
+        engine.close()
 
 
 def test_progress_is_shown_on_a_terminal_or_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

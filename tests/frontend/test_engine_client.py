@@ -15,13 +15,13 @@ from loadtest.stub_engine import Faults, StubEngine
 from services.common.errors import RequestError
 from services.frontend.engine import Outputs, Submission
 from services.frontend.engine_client import HEARTBEAT_LIMIT_S, EngineClient
-from services.frontend.mailbox import Mailbox
+from services.frontend.engine_request import EngineRequest
 from services.frontend.request import Sampling
 
 TIMEOUT_S = 20
 
 
-def submission(*prompt: int, max_tokens: int = 4) -> Submission:
+def submission(*prompt: int, max_tokens: int = 4, num_choices: int = 1) -> Submission:
     return Submission(
         prompt_ids=prompt or (1, 2, 3),
         sampling=Sampling(),
@@ -32,7 +32,46 @@ def submission(*prompt: int, max_tokens: int = 4) -> Submission:
         logprobs=None,
         arrived_unix_ns=1,
         timeout_ms=None,
+        num_choices=num_choices,
     )
+
+
+class Box:
+    """Keeps what a request is given; `enough` are the choices that need no more."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[int, Outputs] = {}
+        self.error: RequestError | None = None
+        self.enough: set[int] = set()
+        self._news = asyncio.Event()
+
+    def put(self, index: int, outputs: Outputs) -> bool:
+        self.outputs[index] = self.outputs.get(index, Outputs()).then(outputs)
+        self._news.set()
+        return index in self.enough
+
+    def fail(self, error: RequestError) -> None:
+        self.error = self.error or error
+        self._news.set()
+
+    async def until(self, condition: Callable[[Box], bool]) -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            while not condition(self):
+                self._news.clear()
+                await self._news.wait()
+
+    async def until_ids(self) -> None:
+        await self.until(lambda box: any(outputs.token_ids for outputs in box.outputs.values()))
+
+    async def until_error(self) -> RequestError:
+        await self.until(lambda box: box.error is not None)
+        assert self.error is not None
+        return self.error
+
+
+def ask(client: EngineClient, **wanted: int) -> tuple[EngineRequest, Box]:
+    box = Box()
+    return client.submit(submission(**wanted), box), box
 
 
 @asynccontextmanager
@@ -77,22 +116,55 @@ def refusal(client: EngineClient) -> RequestError:
 async def test_outputs_reach_their_request_and_a_finished_one_is_not_aborted() -> None:
     async with StubEngine(script=[7, 8], ids_per_step=2) as engine, client_of(engine) as client:
         await until(client, client.can_generate)
-        request = client.submit(submission(max_tokens=3))
-        taken = await request.take()
-        while taken.finish is None:
-            taken = taken.then(await request.take())
-        assert taken.token_ids == (7, 8, 7)
+        request, box = ask(client, max_tokens=3)
+        await box.until(lambda box: 0 in box.outputs and box.outputs[0].finish is not None)
+        assert list(box.outputs) == [0] and box.outputs[0].token_ids == (7, 8, 7)
         request.close()
-        other = client.submit(submission(max_tokens=1))
-        await other.take()
+        other, box = ask(client, max_tokens=1)
+        await box.until_ids()
         assert engine.aborts == [] and other.request_id != request.request_id
+
+
+async def test_choices_have_ids_in_a_row_and_no_id_is_used_twice() -> None:
+    async with StubEngine(script=[7], step_s=0.01) as engine, client_of(engine) as client:
+        await until(client, client.can_generate)
+        first, box = ask(client, max_tokens=2, num_choices=3)
+        second, other = ask(client, max_tokens=1000, num_choices=2)
+        third, _ = ask(client, max_tokens=1000)
+        assert (first.request_id, second.request_id, third.request_id) == (1, 4, 6)
+        await box.until(lambda box: len([1 for outputs in box.outputs.values() if outputs.finish is not None]) == 3)
+        assert {choice: outputs.token_ids for choice, outputs in box.outputs.items()} == {
+            0: (7, 7),
+            1: (8, 8),
+            2: (9, 9),
+        }
+        other.enough.add(1)
+        await engine.wait_until(lambda e: e.aborts == [5])
+        first.close()
+        second.close()
+        client.fail_all(RequestError(grpc.StatusCode.UNAVAILABLE, "GONE", "gone"))
+        await engine.wait_until(lambda e: e.aborts == [5, 4, 6] and e.num_running == 0)
+
+
+@pytest.mark.parametrize(("failed_id", "aborted"), [(1, []), (2, [1, 3])])
+async def test_a_failure_ends_all_choices_and_aborts_those_it_does_not_name(failed_id: int, aborted: list[int]) -> None:
+    async with StubEngine(faults=Faults(silent=True)) as engine, client_of(engine) as client:
+        await until(client, client.can_generate)
+        request, box = ask(client, num_choices=3)
+        failed = engine_pb2.Failed(request_id=failed_id, code=13, reason="NAN", message="not a number")
+        client._receive(engine_pb2.AttachResponse(outputs=engine_pb2.StepOutputs(failed=[failed])))
+        assert box.error is not None and box.error.message == "not a number"
+        request.close()
+        last, _ = ask(client)
+        last.close()  # whatever was sent before it has arrived when its abort has
+        await engine.wait_until(lambda e: e.aborts == [*aborted, last.request_id])
 
 
 async def test_closing_a_request_aborts_it_once() -> None:
     async with StubEngine(step_s=0.01) as engine, client_of(engine) as client:
         await until(client, client.can_generate)
-        request = client.submit(submission(max_tokens=1000))
-        await request.take()
+        request, box = ask(client, max_tokens=1000)
+        await box.until_ids()
         request.close()
         request.close()
         await engine.wait_until(lambda e: e.aborts == [request.request_id])
@@ -102,13 +174,11 @@ async def test_closing_a_request_aborts_it_once() -> None:
 async def test_an_engine_that_dies_fails_its_requests_and_is_attached_again() -> None:
     async with StubEngine(step_s=0.01) as engine, client_of(engine) as client:
         await until(client, client.can_generate)
-        request = client.submit(submission(max_tokens=1000))
-        await request.take()
+        _, box = ask(client, max_tokens=1000)
+        await box.until_ids()
         await engine.stop()
-        with pytest.raises(RequestError) as caught:
-            while True:
-                await request.take()
-        assert caught.value.code is grpc.StatusCode.UNAVAILABLE and caught.value.reason == "ENGINE_LOST"
+        error = await box.until_error()
+        assert error.code is grpc.StatusCode.UNAVAILABLE and error.reason == "ENGINE_LOST"
         assert not client.can_generate() and client.facts is not None
         refusal(client)
         await engine.start()
@@ -140,7 +210,26 @@ async def test_an_absent_engine_is_logged_once_not_at_every_try(caplog: pytest.L
         await until_refused(client, "UNAVAILABLE")
         await asyncio.sleep(1)
         assert len([record for record in caplog.records if "no engine" in record.message]) == 1
-        assert engine.address in refusal(client).message
+        assert engine.address in caplog.text
+
+
+async def test_a_client_is_not_told_where_the_engine_is_in_any_phase() -> None:
+    engine = StubEngine(faults=Faults(no_hello=grpc.StatusCode.INTERNAL))
+    async with client_of(engine) as client:  # nothing listens yet: port 0
+        await until_refused(client, "UNAVAILABLE")
+    await engine.start()
+    async with client_of(engine) as client:
+        told = [refusal(client).message]
+        await until_refused(client, "INTERNAL")
+        told.append(refusal(client).message)
+        engine.faults = Faults()
+        await until(client, client.can_generate)
+        await engine.stop()
+        await until_refused(client, "UNAVAILABLE")
+        told.append(refusal(client).message)
+    assert len(set(told)) == 3
+    for message in told:
+        assert str(engine.port) not in message and "127.0.0.1" not in message and "ipv4" not in message
 
 
 async def test_the_engines_state_decides_what_is_taken() -> None:
@@ -169,15 +258,8 @@ async def test_an_engine_that_is_silent_for_three_seconds_does_not_count() -> No
         assert "3.0 s ago" in refusal(client).message
         engine.set_state(engine_pb2.ENGINE_STATE_SERVING)  # a heartbeat
         await until(client, client.can_generate)
-
-
-async def test_outputs_of_a_slow_reader_are_joined_and_come_before_its_error() -> None:
-    mailbox = Mailbox()
-    mailbox.put(Outputs((1, 2), cached_tokens=3))
-    mailbox.put(Outputs((4,)))
-    mailbox.fail(RequestError(grpc.StatusCode.INTERNAL, "FIRST", "first"))
-    mailbox.fail(RequestError(grpc.StatusCode.INTERNAL, "SECOND", "second"))
-    assert await mailbox.take() == Outputs((1, 2, 4), cached_tokens=3)
-    for _ in range(2):
-        with pytest.raises(RequestError, match="first"):
-            await mailbox.take()
+        _, box = ask(client, max_tokens=1)
+        now[0] = 2 * HEARTBEAT_LIMIT_S
+        assert not client.can_generate()
+        await box.until_ids()  # outputs are a sign of life too
+        assert client.can_generate()

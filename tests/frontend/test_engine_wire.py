@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import grpc
 import numpy as np
@@ -11,7 +12,7 @@ from triptych.engine.v1 import engine_pb2
 from triptych.inference.v1 import generation_pb2
 
 from services.frontend import engine_wire
-from services.frontend.engine import EngineFinish, Outputs, Submission
+from services.frontend.engine import BlockDigests, EngineFinish, Outputs, Submission
 from services.frontend.engine_wire import EngineContractError
 from services.frontend.request import Logprob, Sampling
 
@@ -55,7 +56,13 @@ def test_a_submission_travels_whole_and_resolved() -> None:
         "min_p",
     }
     assert submit.sampling.logit_bias[3] == -math.inf
-    assert engine_wire.abort(7).abort.request_ids == u8(7)
+    assert (submit.block_digests, submit.root_digest, submit.priority, submit.tenant) == (b"", b"", 0, "")
+    shared = replace(submission, num_choices=3, priority=-5, tenant="t", digests=BlockDigests(b"r" * 32, b"b" * 64))
+    submit = engine_wire.submit(7, shared).submit
+    assert (submit.num_choices, submit.priority, submit.tenant) == (3, -5, "t")
+    assert (submit.root_digest, submit.block_digests) == (b"r" * 32, b"b" * 64)
+    assert engine_wire.abort(range(7, 10)).abort.request_ids == u8(7, 8, 9)
+    assert engine_wire.abort([7]).abort.request_ids == u8(7)
 
 
 def test_outputs_are_split_by_request() -> None:

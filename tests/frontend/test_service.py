@@ -53,17 +53,12 @@ async def failure(call: Any) -> grpc.aio.AioRpcError:
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        (Options(n=2), "options.n"),
         (Options(best_of=1), "options.best_of"),
         (Options(grammar=generation_pb2.Grammar(regex="a")), "options.grammar"),
         (Options(logprobs=1), "options.logprobs"),
         (Options(prompt_logprobs=0), "options.prompt_logprobs"),
         (Options(echo=True), "options.echo"),
         (Options(raw_bytes=True), "options.raw_bytes"),
-        (Options(min_delta_tokens=1), "options.min_delta_tokens"),
-        (Options(min_delta_interval_ms=1), "options.min_delta_interval_ms"),
-        (Options(priority=-1), "options.priority"),
-        (Options(cache_salt="s"), "options.cache_salt"),
         (Options(adapter="a"), "options.adapter"),
         (Options(resume=inference_pb2.Resume(seed=1)), "options.resume"),
         (Options(sampling=Sampling(allowed_token_ids=[1])), "options.sampling.allowed_token_ids"),

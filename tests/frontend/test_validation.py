@@ -12,9 +12,10 @@ from triptych.inference.v1 import generation_pb2, inference_pb2
 from services.common.errors import RequestError, StartError
 from services.frontend.config import FrontendConfig
 from services.frontend.defaults import sampling_defaults
-from services.frontend.request import Options, Sampling
+from services.frontend.request import Hold, Options, Sampling
 from services.frontend.validation import output_length, read_options
 
+ENGINE_CHOICES = 3
 LIMITS = FrontendConfig(
     max_choices=4,
     max_logprobs=5,
@@ -22,12 +23,21 @@ LIMITS = FrontendConfig(
     max_stop_string_bytes=8,
     max_stop_token_ids=2,
     max_logit_biases=2,
+    max_cache_salt_bytes=4,
+    max_min_delta_tokens=10,
+    max_min_delta_interval_ms=1000,
 ).limits()
 VOCAB = 100
 
 
 def read(**options: Any) -> Options:
-    return read_options(inference_pb2.Options(**options), defaults=Sampling(), limits=LIMITS, vocab_size=VOCAB)
+    return read_options(
+        inference_pb2.Options(**options),
+        defaults=Sampling(),
+        limits=LIMITS,
+        vocab_size=VOCAB,
+        max_choices=ENGINE_CHOICES,
+    )
 
 
 def sampled(**sampling: Any) -> Sampling:
@@ -90,9 +100,10 @@ def test_caps_name_the_count_the_limit_and_the_key() -> None:
 
 def test_counts_of_choices_and_alternatives() -> None:
     assert read(n=1, logprobs=0).logprobs == 0
+    assert (read().n, read(n=3).n) == (1, 3)
     assert refusal(read, n=0).code is grpc.StatusCode.INVALID_ARGUMENT
     for options, code in (
-        ({"n": 4}, grpc.StatusCode.UNIMPLEMENTED),
+        ({"n": 4}, grpc.StatusCode.INVALID_ARGUMENT),
         ({"logprobs": 5}, grpc.StatusCode.UNIMPLEMENTED),
         ({"n": 5}, grpc.StatusCode.INVALID_ARGUMENT),
         ({"logprobs": 6}, grpc.StatusCode.INVALID_ARGUMENT),
@@ -100,6 +111,29 @@ def test_counts_of_choices_and_alternatives() -> None:
         error = refusal(read, **options)
         assert error.code is code
         assert error.violations[0].field == f"options.{next(iter(options))}"
+
+
+def test_choices_are_bounded_by_the_configuration_and_by_the_engine() -> None:
+    assert refusal(read, n=4).message == "options.n: is 4, the engine takes at most 3"
+    assert refusal(read, n=5).message == "options.n: is 5, at most 4 are taken (max_choices)"
+
+
+def test_priorities_salts_and_holds_have_their_ranges() -> None:
+    assert [read(priority=p).priority for p in (-1000, 0, 1000)] == [-1000, 0, 1000]
+    assert read(cache_salt="é" * 2).cache_salt == "é" * 2
+    assert read(min_delta_tokens=10, min_delta_interval_ms=1000).hold == Hold(10, 1.0)
+    for options in (
+        {"priority": -1001},
+        {"priority": 1001},
+        {"cache_salt": "é" * 2 + "x"},
+        {"min_delta_tokens": 11},
+        {"min_delta_interval_ms": 1001},
+    ):
+        error = refusal(read, **options)
+        (field,) = options
+        assert error.code is grpc.StatusCode.INVALID_ARGUMENT and error.violations[0].field == f"options.{field}"
+    assert "max_min_delta_tokens" in refusal(read, min_delta_tokens=11).message
+    assert "max_cache_salt_bytes" in refusal(read, cache_salt="12345").message
 
 
 def test_a_label_has_128_bytes() -> None:

@@ -28,7 +28,8 @@ class Client:
     """One channel to a frontend, opened by the first call and closed by `close` or `async with`.
 
     `model` is asked for in each call (empty: the one served there). `timeout_s` is the deadline of calls that name none
-    of their own (None: none). `metadata` goes with each call: credentials, W3C trace context. Without `credentials` the
+    of their own (None: none). `tenant` is the label that fair shares count by and cached blocks are kept apart by (128
+    bytes of printable ASCII). `metadata` goes with each call: credentials, W3C trace context. Without `credentials` the
     channel is plain text.
     """
 
@@ -38,6 +39,7 @@ class Client:
         *,
         model: str = "",
         timeout_s: float | None = None,
+        tenant: str = "",
         metadata: Sequence[tuple[str, str | bytes]] = (),
         credentials: grpc.ChannelCredentials | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
@@ -45,7 +47,7 @@ class Client:
         self.address = address
         self._model = model
         self._timeout_s = timeout_s
-        self._metadata = tuple(metadata)
+        self._metadata = (*metadata, *_requests.metadata(tenant))
         self._credentials = credentials
         self._max_message_bytes = max_message_bytes
         self._channel: grpc.aio.Channel | None = None

@@ -12,6 +12,13 @@ from triptych_client import options as _options
 from triptych_client.messages import MessageLike
 from triptych_client.options import OptionArgs
 
+TENANT_KEY = "triptych-tenant"
+
+
+def metadata(tenant: str) -> tuple[tuple[str, str], ...]:
+    """What names a tenant in a call; nothing for none."""
+    return ((TENANT_KEY, tenant),) if tenant else ()
+
 
 def generate(
     model: str, prompt: str | Iterable[int], add_special_tokens: bool | None, options: OptionArgs

@@ -28,8 +28,10 @@ _DYING_S = 10.0
 
 class BatchArgs(OptionArgs, total=False):
     """Options of all calls of a batch, and of the batch: `timeout_s` is each call's deadline (default: none),
-    `max_in_flight` overrides the engine's, `progress` shows a bar (default: where standard error is a terminal)."""
+    `tenant` is as Client's, `max_in_flight` overrides the engine's, `progress` shows a bar (default: where standard
+    error is a terminal)."""
 
+    tenant: str
     timeout_s: float | None
     max_in_flight: int | None
     progress: bool | None
@@ -208,10 +210,10 @@ class Engine:
         limit = self._max_in_flight if limit is None else _positive(limit)
         process, channel = self._running()
         call = getattr(inference_pb2_grpc.InferenceServiceStub(channel), method)
-        timeout_s = how.get("timeout_s")
+        timeout_s, metadata = how.get("timeout_s"), requests.metadata(how.get("tenant", ""))
 
         def start(index: int) -> Any:
-            return call.future(made[index], timeout=timeout_s)
+            return call.future(made[index], timeout=timeout_s, metadata=metadata)
 
         try:
             with batch.progress(len(made), how.get("progress")) as told:

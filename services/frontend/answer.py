@@ -1,0 +1,125 @@
+"""All choices of one request: the engine's stream puts outputs in, the call takes deltas out."""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.frontend.coalescing import Coalescer
+from services.frontend.engine import Outputs
+from services.frontend.generation import Choice
+from services.frontend.request import Delta, Job
+from services.frontend.tokenizer import TextTokenizer
+
+
+class Answer:
+    """The choices of a job, until each has stopped. `close` it in any case.
+
+    Text is made as outputs come, and the call is woken only for what is due. What comes while the client is slow is
+    taken as one, by choice; it is bounded by max_tokens.
+    """
+
+    def __init__(self, job: Job, tokenizer: TextTokenizer) -> None:
+        self._choices = [Choice(job, tokenizer) for _ in range(job.options.n)]
+        self._coalescer = Coalescer(job.options.hold, job.options.n)
+        self._num_running = job.options.n
+        self._error: Exception | None = None
+        self._loop = asyncio.get_running_loop()
+        self._reader: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def done(self) -> bool:
+        """Every choice has stopped, and all of it was taken."""
+        return self._num_running == 0 and self._coalescer.empty
+
+    @property
+    def completion_tokens(self) -> int:
+        """Ids kept, of all choices."""
+        return sum(choice.num_tokens for choice in self._choices)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt ids found in the engine's cache by the first choice: the others share the prompt's blocks with it."""
+        return self._choices[0].cached_tokens
+
+    @property
+    def stopped(self) -> tuple[str, ...]:
+        """Why each choice ended, "" for one that has not."""
+        return tuple("" if choice.stopped is None else choice.stopped.reason for choice in self._choices)
+
+    def put(self, index: int, outputs: Outputs) -> bool:
+        """Takes what is new of a choice; True where that has ended it before the engine has. Raises nothing.
+
+        What is wrong with it is raised where the answer is taken: it ends this request and no other.
+        """
+        choice = self._choices[index]
+        if choice.stopped is not None or self._error is not None:
+            return False  # sent before the engine knew
+        try:
+            delta = choice.push(outputs)
+        except Exception as error:
+            self.fail(error)
+            return False
+        if self._coalescer.add(index, delta, self._loop.time()):
+            self._wake()
+        else:
+            self._arm()
+        if delta.stopped is None:
+            return False
+        self._num_running -= 1
+        return outputs.finish is None
+
+    def fail(self, error: Exception) -> None:
+        """Ends the request; the first error stays. What came before is still delivered."""
+        self._error = self._error or error
+        self._wake()
+
+    def nothing(self) -> list[tuple[int, Delta]]:
+        """The answer to max_tokens 0: a finish a choice, and no ids."""
+        self._num_running = 0
+        return [(index, choice.nothing()) for index, choice in enumerate(self._choices)]
+
+    async def take(self) -> list[tuple[int, Delta]]:
+        """What the client is to have now, each choice at most once, as soon as there is any.
+
+        Raises what has ended the request, once all that came before is taken.
+        """
+        while True:
+            now_s = self._loop.time()
+            if due := self._coalescer.due(now_s):
+                return due
+            if self._error is not None:
+                if rest := self._coalescer.rest(now_s):
+                    return rest
+                raise self._error
+            await self._news()
+
+    def close(self) -> None:
+        """Leaves no timer behind."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    async def _news(self) -> None:
+        self._arm()
+        self._reader = self._loop.create_future()
+        try:
+            await self._reader
+        finally:
+            self._reader = None
+
+    def _arm(self) -> None:
+        """Sets the timer to when something that is held is due though nothing more comes."""
+        due_s = self._coalescer.next_s()
+        if due_s is None or (self._timer is not None and self._timer.when() <= due_s):
+            return
+        self.close()
+        self._timer = self._loop.call_at(due_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)

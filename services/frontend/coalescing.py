@@ -1,0 +1,102 @@
+"""Deltas that a client wants fewer of: held back until they are due, and then sent as one."""
+
+from __future__ import annotations
+
+import itertools
+
+from services.frontend.request import Delta, Hold
+
+MOST_IDS = 4096
+"""Of a choice in one message: with logprobs about 120 KB, so that 16 choices of a client that did not read stay below
+the 4 MB of a message."""
+
+
+class Coalescer:
+    """What is held back of each choice of a request. Times are seconds of one clock, the caller's."""
+
+    def __init__(self, hold: Hold, num_choices: int) -> None:
+        self._interval_s = hold.interval_s
+        self._held = [_Held(hold) for _ in range(num_choices)]
+
+    @property
+    def empty(self) -> bool:
+        """Nothing is held."""
+        return not any(held.anything for held in self._held)
+
+    def add(self, choice: int, delta: Delta, now_s: float) -> bool:
+        """Takes what is new of a choice; True where what is held of it is now due."""
+        held = self._held[choice]
+        held.add(delta)
+        return held.is_due(now_s)
+
+    def due(self, now_s: float) -> list[tuple[int, Delta]]:
+        """What is to be sent now, by choice."""
+        return [(choice, held.take(now_s)) for choice, held in enumerate(self._held) if held.is_due(now_s)]
+
+    def rest(self, now_s: float) -> list[tuple[int, Delta]]:
+        """All that is held, due or not: nothing more will come."""
+        return [(choice, held.take(now_s)) for choice, held in enumerate(self._held) if held.anything]
+
+    def next_s(self) -> float | None:
+        """When something that is held is due though nothing is added; None: never."""
+        if not self._interval_s:
+            return None
+        return min((held.due_s for held in self._held if held.anything and held.due_s is not None), default=None)
+
+
+class _Held:
+    """Of one choice."""
+
+    def __init__(self, hold: Hold) -> None:
+        self.due_s: float | None = None
+        """When what is held is due whatever comes; unset before the first delta, and without an interval."""
+        self._hold = hold
+        self._parts: list[Delta] = []
+        self._num_ids = 0
+
+    @property
+    def anything(self) -> bool:
+        return bool(self._parts)
+
+    def add(self, delta: Delta) -> None:
+        self._parts.append(delta)
+        self._num_ids += len(delta.token_ids)
+
+    def is_due(self, now_s: float) -> bool:
+        if not self._parts:
+            return False
+        hold = self._hold
+        if not hold.tokens and not hold.interval_s:
+            return True
+        if self._parts[-1].stopped is not None or 0 < hold.tokens <= self._num_ids:
+            return True
+        return hold.interval_s > 0 and (self.due_s is None or now_s >= self.due_s)
+
+    def take(self, now_s: float) -> Delta:
+        count = self._most()
+        parts, self._parts = self._parts[:count], self._parts[count:]
+        self._num_ids -= sum(len(part.token_ids) for part in parts)
+        if self._hold.interval_s:
+            self.due_s = now_s + self._hold.interval_s
+        return _joined(parts)
+
+    def _most(self) -> int:
+        """How many parts one message takes, at least one."""
+        num_ids = 0
+        for count, part in enumerate(self._parts):
+            num_ids += len(part.token_ids)
+            if count and num_ids > MOST_IDS:
+                return count
+        return len(self._parts)
+
+
+def _joined(parts: list[Delta]) -> Delta:
+    if len(parts) == 1:
+        return parts[0]
+    return Delta(
+        text="".join(part.text for part in parts),
+        token_ids=tuple(itertools.chain.from_iterable(part.token_ids for part in parts)),
+        logprobs=tuple(itertools.chain.from_iterable(part.logprobs for part in parts)),
+        stopped=parts[-1].stopped,
+        cumulative_logprob=parts[-1].cumulative_logprob,
+    )

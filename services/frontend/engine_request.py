@@ -1,0 +1,52 @@
+"""A request under way in the engine: its ids there, and who takes what comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from services.common.errors import RequestError
+from services.frontend.engine import Outputs
+
+
+class Sink(Protocol):
+    """Who asked for a request. Neither method may raise: the engine's stream, which calls them, is everyone's."""
+
+    def put(self, index: int, outputs: Outputs, /) -> bool:
+        """What is new of a choice; True where the engine need not go on with it."""
+
+    def fail(self, error: RequestError, /) -> None:
+        """The request has ended, all its choices with it."""
+
+
+class EngineRequest:
+    """All choices of a request. `close` it in any case: an engine that is not done with them is told to stop."""
+
+    def __init__(
+        self,
+        request_id: int,
+        num_choices: int,
+        sink: Sink,
+        *,
+        end: Callable[[Sequence[int]], None],
+        close: Callable[[EngineRequest], None],
+    ) -> None:
+        self.request_id = request_id
+        self.choice_ids = range(request_id, request_id + num_choices)
+        self._sink = sink
+        self._end = end
+        self._close = close
+
+    def put(self, choice_id: int, outputs: Outputs) -> None:
+        """Hands over what is new of a choice, and aborts it where that was enough."""
+        index = choice_id - self.request_id
+        if self._sink.put(index, outputs):
+            self._end(self.choice_ids[index : index + 1])
+
+    def fail(self, error: RequestError) -> None:
+        """Ends the request with an error, here alone."""
+        self._sink.fail(error)
+
+    def close(self) -> None:
+        """Aborts what has not ended. May be called again."""
+        self._close(self)

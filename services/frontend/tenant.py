@@ -1,0 +1,33 @@
+"""Whose request it is: the label that fair shares count by, and that cached blocks are kept apart by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.common.errors import invalid
+
+KEY = "triptych-tenant"
+"""The metadata key."""
+MAX_BYTES = 128
+
+
+def tenant_of(context: Any) -> str:
+    """The tenant of a call; "" for one that names none. Raises INVALID_ARGUMENT naming the key.
+
+    The label is the caller's own and not to be trusted. An authenticated identity, once calls have one, is looked up
+    here and takes precedence over it.
+    """
+    labels = [value for key, value in context.invocation_metadata() or () if key == KEY]
+    if len(labels) > 1:
+        raise invalid(KEY, f"stands {len(labels)} times in the metadata; a call has one tenant")
+    return _checked(labels[0]) if labels else ""
+
+
+def _checked(label: str | bytes) -> str:
+    # gRPC gives bytes where a value is not UTF-8.
+    text = label if isinstance(label, str) else label.decode("latin-1")
+    if not all(" " <= character <= "~" for character in text):
+        raise invalid(KEY, "holds more than printable ASCII")
+    if len(text) > MAX_BYTES:
+        raise invalid(KEY, f"has {len(text)} bytes, at most {MAX_BYTES} are taken")
+    return text
