@@ -10,7 +10,10 @@ from services.scheduler.core.step import ResultError, Start, StepPlan, StepResul
 
 @dataclass
 class Step:
-    """`budget` counts the tokens it may still compute; `samples[i]` is 1 where row i is to sample an id, else 0."""
+    """`budget` counts the tokens it may still compute; `samples[i]` is 1 where row i is to sample an id, else 0.
+
+    `scored` says of which prompt positions [start, stop) the result must hold logprobs, by slot.
+    """
 
     number: int
     budget: int
@@ -19,6 +22,7 @@ class Step:
     rows: list[tuple[Request, int]] = field(default_factory=list)  # (request, tokens to compute)
     row_slots: list[int] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
+    scored: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def add_row(self, request: Request, count: int) -> None:
         """`request` computes `count` tokens in it."""
@@ -41,6 +45,8 @@ class Step:
             else:
                 self.samples.append(0)
             self.row_slots.append(request.slot)
+            if request.is_scored:
+                self._expect_scores(request, computed - count, computed)
         return StepPlan(
             step=self.number,
             freed_slots=freed_slots,
@@ -50,6 +56,12 @@ class Step:
             token_counts=[count for _, count in self.rows],
             computed_tokens=computed_before,
         )
+
+    def _expect_scores(self, request: Request, start: int, stop: int) -> None:
+        """Computing the tokens [start, stop) foretells the ids one position on, as far as they are the prompt's."""
+        last = min(stop + 1, len(request.submission.prompt_ids))
+        if start + 1 < last:
+            self.scored[request.slot] = (start + 1, last)
 
     def check(self, result: StepResult) -> None:
         """Raises ResultError unless `result` answers this step."""
@@ -62,9 +74,18 @@ class Step:
             raise ResultError(f"step {self.number}: counts say {counted} ids, there are {len(result.token_ids)}")
         if unknown := set(result.failed) - set(self.row_slots):
             raise ResultError(f"step {self.number}: slots {sorted(unknown)} failed, but have no row in it")
+        self._check_scores(result)
         if not result.failed and result.token_counts == self.samples:
             return
         for slot, samples, count in zip(self.row_slots, self.samples, result.token_counts, strict=True):
             expected = 0 if slot in result.failed else samples
             if count != expected:
                 raise ResultError(f"step {self.number}: {count} ids for slot {slot}, the plan asks for {expected}")
+
+    def _check_scores(self, result: StepResult) -> None:
+        expected = {slot: span for slot, span in self.scored.items() if slot not in result.failed}
+        told = {slot: (scores.start, scores.stop) for slot, scores in result.scores.items()}
+        if told != expected:
+            raise ResultError(
+                f"step {self.number}: prompt logprobs of positions {told} by slot, the plan asks for {expected}"
+            )

@@ -25,7 +25,8 @@ class Submission:
     """What a frontend asks for, checked and resolved.
 
     `prompt_ids` is uint32 [prompt]; `sampling` crosses the core unread; `seed` is uint64, of this choice. A stop id
-    counts from output position `min_tokens` on. Times are ns of the clock that is passed to the core.
+    counts from output position `min_tokens` on. `max_tokens` 0 is for `prompt_logprobs` alone: a prompt that is scored
+    and not continued. Times are ns of the clock that is passed to the core.
     """
 
     key: RequestKey
@@ -36,7 +37,13 @@ class Submission:
     seed: int = 0
     sampling: Any = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     deadline_ns: int | None = None
+
+    @property
+    def has_scores(self) -> bool:
+        """There are prompt ids whose logprobs are wanted."""
+        return self.prompt_logprobs is not None and len(self.prompt_ids) > 1
 
 
 class FinishReason(Enum):
@@ -72,18 +79,22 @@ class Request:
     """One choice that runs or waits.
 
     `num_tokens` counts prompt and output, sampled ids that are still on their way included (`num_pending` of them);
-    `num_computed` counts those whose KV is in `blocks` once the steps planned so far are done.
+    `num_computed` counts those whose KV is in `blocks` once the steps planned so far are done. `next_scored` is the
+    first prompt position whose logprob its owner has not been told; `is_scored` says whether the executor was asked for
+    them when it was last given the request.
     """
 
     __slots__ = (
         "blocks",
         "ended",
         "first_token_ns",
+        "is_scored",
         "key",
         "last_step",
         "max_tokens",
         "max_total_tokens",
         "min_tokens",
+        "next_scored",
         "num_computed",
         "num_pending",
         "num_tokens",
@@ -107,6 +118,8 @@ class Request:
         self.max_total_tokens = self.num_tokens + submission.max_tokens
         self.num_pending = 0
         self.num_computed = 0
+        self.next_scored = 1  # nothing comes before the first id that could foretell it
+        self.is_scored = False
         self.blocks: list[int] = []
         self.slot = NO_SLOT
         self.last_step = NEVER  # the last planned step that has a row of it
@@ -120,6 +133,11 @@ class Request:
     def num_to_compute(self) -> int:
         """Tokens whose KV is still missing. The very last id that max_tokens allows needs none."""
         return min(self.num_tokens, self.max_total_tokens - 1) - self.num_computed
+
+    @property
+    def wants_scores(self) -> bool:
+        """Logprobs of prompt ids were asked for, and some have not been told."""
+        return self.submission.prompt_logprobs is not None and self.next_scored < len(self.submission.prompt_ids)
 
     def token_ids(self) -> npt.NDArray[np.uint32]:
         """Prompt, then output, uint32."""

@@ -148,7 +148,7 @@ class Scheduler:
         prompt_tokens = len(submission.prompt_ids)
         if key in self._requests:
             return Failure(key, FailureKind.INVALID, f"request_id: {key.request_id} is in use; use each id once")
-        if prompt_tokens < 1 or submission.max_tokens < 1:
+        if prompt_tokens < 1 or (submission.max_tokens < 1 and not submission.has_scores):
             return Failure(key, FailureKind.INVALID, "prompt_ids and max_tokens: a request needs at least 1 of each")
         if prompt_tokens + submission.max_tokens > limits.context_tokens:
             message = (
@@ -297,7 +297,10 @@ class Scheduler:
         request.slot = self._slots.take()
         request.blocks = self._pool.take(num_blocks)
         request.scheduled_ns = request.scheduled_ns or now_ns
-        start = Start(request.slot, request.submission, request.token_ids(), request.blocks.copy())
+        request.is_scored = request.wants_scores
+        start = Start(
+            request.slot, request.submission, request.token_ids(), request.blocks.copy(), is_scored=request.is_scored
+        )
         step.started.append(start)
         step.add_row(request, min(request.num_to_compute, step.budget))
 
@@ -330,6 +333,8 @@ class Scheduler:
         self._in_flight.popleft()
         self._applied_step = step.number
         updates = Updates(step.number)
+        if result.scores:
+            self._take_scores(step, result, now_ns, updates)
         place = 0
         for i, (request, _) in enumerate(step.rows):
             count = result.token_counts[i]
@@ -343,6 +348,20 @@ class Scheduler:
             place += count
         self._release_leaving()
         return updates
+
+    def _take_scores(self, step: Step, result: StepResult, now_ns: int, updates: Updates) -> None:
+        """Passes on what has not been told before: what a preemption made the executor compute again, it scores again."""
+        for slot, (request, _) in zip(step.row_slots, step.rows, strict=True):
+            scores = result.scores.get(slot)
+            if scores is None or request.ended or scores.stop <= request.next_scored:
+                continue
+            updates.scores.append((request.key, scores.since(request.next_scored)))
+            request.next_scored = scores.stop
+            if request.max_tokens == 0 and not request.wants_scores:
+                updates.finished.append(
+                    Finished(request.key, FinishReason.LENGTH, None, request.preemptions, now_ns)
+                )
+                self._end(request)
 
     def _append(
         self, request: Request, token_ids: list[int], place: int, count: int, now_ns: int, updates: Updates
