@@ -49,7 +49,7 @@ def expected_ids(prompt: Sequence[int], seed: int, count: int, vocab_size: int) 
 
 
 def own_logprob(token_id: int) -> tuple[float, int]:
-    """Log-probability and rank told for a sampled id: made up, but of the id alone."""
+    """Log-probability and rank told for an id, sampled or of the prompt: made up, but of the id alone."""
     return -0.25 * (token_id % 13) - 0.125, token_id % 7 + 1
 
 
@@ -65,6 +65,7 @@ class Slot:
     stop_ids: frozenset[int]
     min_tokens: int
     logprobs: bool
+    is_scored: bool
     state: int
 
     @property
@@ -85,6 +86,15 @@ class Row:
     slot: Slot
     count: int
     samples: bool
+    end: int
+    """Tokens of the slot that are computed after it."""
+
+    @property
+    def scored(self) -> range:
+        """Prompt positions whose logprobs the row tells: those that its computed tokens foretell."""
+        slot = self.slot
+        first = self.end - self.count + 1
+        return range(first, min(self.end + 1, slot.prompt_tokens)) if slot.is_scored else range(0)
 
 
 @dataclass
@@ -179,6 +189,7 @@ class Batch:
             stop_ids=frozenset(_column(request.stop_ids)),
             min_tokens=request.min_tokens,
             logprobs=request.HasField("logprobs"),
+            is_scored=request.HasField("prompt_logprobs"),
             state=state,
         )
 
@@ -223,7 +234,7 @@ class Batch:
             kept = self._kv[self._places(slot, 0, end)]
             if not np.array_equal(kept, np.array(slot.ids, dtype=np.uint32)):
                 raise PlanError(f"slot {number}: its blocks {slot.table} do not hold its ids any more")
-        return Row(number, slot, count, samples)
+        return Row(number, slot, count, samples, end)
 
     def _places(self, slot: Slot, start: int, end: int) -> npt.NDArray[np.int64]:
         positions = np.arange(start, end)

@@ -33,6 +33,7 @@ _DOOR = Door(
                 "min_tokens",
                 "stop_ids",
                 "logprobs",
+                "prompt_logprobs",
                 "arrived_unix_ns",
                 "timeout_ms",
             }
@@ -67,6 +68,8 @@ def read_submit(
         raise unserved("num_choices", f"of {submit.num_choices} is not served yet, only 1")
     if submit.HasField("logprobs") and submit.logprobs > 0:
         raise unserved("logprobs", f"of {submit.logprobs} is not served yet, only 0: the id's own")
+    if submit.HasField("prompt_logprobs") and submit.prompt_logprobs > 0:
+        raise unserved("prompt_logprobs", f"of {submit.prompt_logprobs} is not served yet, only 0: the id's own")
     if submit.min_tokens > submit.max_tokens:
         raise invalid("min_tokens", f"is {submit.min_tokens}, more than max_tokens {submit.max_tokens}")
     _check_sampling(submit.sampling, text_vocab_size)
@@ -82,6 +85,7 @@ def read_submit(
         seed=submit.seed,  # derive(seed, 0) is the seed itself
         sampling=submit.sampling,
         logprobs=submit.logprobs if submit.HasField("logprobs") else None,
+        prompt_logprobs=submit.prompt_logprobs if submit.HasField("prompt_logprobs") else None,
         deadline_ns=_deadline_ns(submit, now_ns),
     )
 

@@ -65,15 +65,25 @@ class CoreMachine(RuleBasedStateMachine):
         stops=st.frozensets(st.integers(0, 22), max_size=3),
         timeout_ms=st.none() | st.integers(0, 30),
         frontend=st.integers(1, 2),
+        scored=st.sampled_from([None, None, 0]),
     )
-    def submit(self, wish: tuple[int, int], stops: frozenset[int], timeout_ms: int | None, frontend: int) -> None:
+    def submit(
+        self,
+        wish: tuple[int, int],
+        stops: frozenset[int],
+        timeout_ms: int | None,
+        frontend: int,
+        scored: int | None = None,
+    ) -> None:
         driver = self.driver
         pool_tokens = driver.limits.pool_tokens
         prompt = 1 + wish[0] % pool_tokens
-        max_tokens = 1 + wish[1] % (pool_tokens - prompt + 2)  # one more than fits, sometimes
+        least = 0 if scored is not None and prompt > 1 else 1
+        max_tokens = least + wish[1] % (pool_tokens - prompt + 2)  # one more than fits, sometimes
         deadline_ns = None if timeout_ms is None else driver.now_ns + timeout_ms * MS
         waiting = driver.core.num_waiting
-        key = driver.submit(prompt, max_tokens=max_tokens, stop_ids=stops, deadline_ns=deadline_ns, frontend=frontend)
+        fields = {"max_tokens": max_tokens, "stop_ids": stops, "deadline_ns": deadline_ns, "frontend": frontend}
+        key = driver.submit(prompt, prompt_logprobs=scored, **fields)
         failure = driver.seen[key].failure
         if prompt + max_tokens > driver.limits.context_tokens:
             assert failure is not None and failure.kind is FailureKind.TOO_LONG
@@ -181,7 +191,10 @@ def test_the_invariants_hold_over_2000_steps(seed: int) -> None:
             deadline_ns = driver.now_ns + rng.randrange(40) * MS if rng.random() < 0.2 else None
             prompt = rng.randint(1, pool_tokens - 1 if rng.random() < 0.1 else pool_tokens // 4)
             max_tokens = rng.randint(1, min(16, pool_tokens - prompt))
-            key = driver.submit(prompt, max_tokens=max_tokens, deadline_ns=deadline_ns)
+            scored = 0 if prompt > 1 and rng.random() < 0.3 else None
+            if scored is not None and rng.random() < 0.5:
+                max_tokens = 0
+            key = driver.submit(prompt, max_tokens=max_tokens, deadline_ns=deadline_ns, prompt_logprobs=scored)
             live.append(key)
         live = [key for key in live if not driver.seen[key].ended]
         if event > 0.9 and live:

@@ -215,7 +215,6 @@ UNSERVED = {
     "block_digests": b"x" * 32,
     "root_digest": b"x" * 32,
     "grammar": generation_pb2.Grammar(regex="a"),
-    "prompt_logprobs": 0,
     "priority": 1,
     "tenant": "t",
     "adapter": "a",

@@ -358,9 +358,7 @@ class Scheduler:
             updates.scores.append((request.key, scores.since(request.next_scored)))
             request.next_scored = scores.stop
             if request.max_tokens == 0 and not request.wants_scores:
-                updates.finished.append(
-                    Finished(request.key, FinishReason.LENGTH, None, request.preemptions, now_ns)
-                )
+                updates.finished.append(Finished(request.key, FinishReason.LENGTH, None, request.preemptions, now_ns))
                 self._end(request)
 
     def _append(
