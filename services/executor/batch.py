@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import numpy.typing as npt
 
 from services.executor.plan import BadPlanError, Int64s, Plan, Settings, Started
 from services.executor.sampler import SampleRow, SamplingParams
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredSpan:
+    """Prompt ids in a row, each foretold by the token before it."""
+
+    slot: int
+    start: int
+    """prompt position of the first"""
+    first_token: int
+    """where in the step's flat batch the token before the first stands; the others follow"""
+    token_ids: Int64s
+    """[n]"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +41,8 @@ class StepInputs:
     """[rows] tokens of a row, this step's included"""
     sampling_rows: Int64s
     """[n] rows that reach the end of their slot's ids, and so sample"""
+    scored: tuple[ScoredSpan, ...] = ()
+    """prompt ids whose log-probabilities the step's tokens give"""
 
 
 @dataclass(eq=False)
@@ -39,13 +55,15 @@ class _Columns:
     computed: Int64s
     blocks: Int64s
     """entries of the block table"""
+    scored: Int64s
+    """1 where the logprobs of prompt ids are wanted, else 0"""
 
     @classmethod
     def empty(cls, slots: int) -> _Columns:
-        return cls(*(np.zeros(slots, np.int64) for _ in range(4)))
+        return cls(*(np.zeros(slots, np.int64) for _ in range(5)))
 
     def copy(self) -> _Columns:
-        return _Columns(self.tokens.copy(), self.prompt.copy(), self.computed.copy(), self.blocks.copy())
+        return _Columns(*(getattr(self, field.name).copy() for field in fields(self)))
 
 
 @dataclass(eq=False)
@@ -112,7 +130,7 @@ class PersistentBatch:
         freed = self._slots(plan.freed_slots, "freed_slots")
         if idle := freed[columns.tokens[freed] == 0].tolist():
             raise BadPlanError(f"freed_slots names slot {idle[0]}, which is not in use", (idle[0],))
-        for column in (columns.tokens, columns.prompt, columns.computed, columns.blocks):
+        for column in (columns.tokens, columns.prompt, columns.computed, columns.blocks, columns.scored):
             column[freed] = 0
 
     def _check_started(self, columns: _Columns, started: Started, plan: Plan) -> None:
@@ -143,6 +161,7 @@ class PersistentBatch:
             raise BadPlanError(f"started: slot {slot} has more blocks than the context fills", (slot,))
         columns.tokens[slot], columns.prompt[slot] = tokens, started.prompt_tokens
         columns.computed[slot], columns.blocks[slot] = started.computed_tokens, len(started.block_ids)
+        columns.scored[slot] = started.is_scored
 
     def _check_named(self, started: Started) -> None:
         """Ids that a caller chose; an id that was sampled may be any of the vocabulary."""
@@ -236,4 +255,13 @@ class PersistentBatch:
             query_starts=starts,
             contexts=contexts,
             sampling_rows=np.flatnonzero(contexts == self._columns.tokens[slots]),
+            scored=tuple(self._scored(slots, counts, contexts, starts)),
         )
+
+    def _scored(self, slots: Int64s, counts: Int64s, contexts: Int64s, starts: Int64s) -> Iterator[ScoredSpan]:
+        """A row's token at position p foretells the id at p + 1, also where that is computed in a later step."""
+        for row in np.flatnonzero(self._columns.scored[slots]).tolist():
+            slot, first = int(slots[row]), int(contexts[row] - counts[row]) + 1
+            stop = min(int(contexts[row]) + 1, int(self._columns.prompt[slot]))
+            if first < stop:
+                yield ScoredSpan(slot, first, int(starts[row]), self._ids[slot, first:stop].astype(np.int64))

@@ -61,7 +61,7 @@ def _encode_start(start: Start) -> executor_pb2.NewRequest:
     )
     if submission.logprobs is not None:
         message.logprobs = submission.logprobs
-    if start.is_scored:
+    if start.is_scored and submission.prompt_logprobs is not None:
         message.prompt_logprobs = submission.prompt_logprobs
     return message
 
@@ -105,8 +105,8 @@ def _decode_scores(message: executor_pb2.StepResult) -> dict[int, Scores]:
         ranks = _numbers("prompt_logprobs.ranks", told.logprobs.ranks)
         if told.slot in scores or len(logprobs) != len(ranks) or told.logprobs.places:
             raise ResultError(
-                f"step {message.step}: prompt logprobs of slot {told.slot} come twice, or {len(logprobs)} logprobs with "
-                f"{len(ranks)} ranks, or with places"
+                f"step {message.step}: prompt logprobs of slot {told.slot} come twice, or with places, or "
+                f"{len(logprobs)} logprobs have {len(ranks)} ranks"
             )
         scores[told.slot] = Scores(told.start, logprobs, ranks)
     return scores

@@ -162,6 +162,9 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     sampling: generation_pb2.Sampling = field(default_factory=lambda: GREEDY)
     seed: int = 0
+    is_scored: bool = False
+    scores: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """(logprob, rank) of prompt ids by position"""
 
     @property
     def ids(self) -> list[int]:
@@ -170,6 +173,14 @@ class Request:
     @property
     def done(self) -> bool:
         return len(self.output) >= self.max_new
+
+    def take_scores(self, entry: pb.PromptLogprobs) -> None:
+        """What is computed again after a preemption is scored again, to nearly the same."""
+        logprobs = np.frombuffer(entry.logprobs.logprobs, dtype="<f4").tolist()
+        assert self.is_scored and entry.start == self.computed + 1 and entry.logprobs.places == b""
+        for position, score in enumerate(zip(logprobs, read(entry.logprobs.ranks), strict=True), start=entry.start):
+            before = self.scores.setdefault(position, score)
+            assert abs(before[0] - score[0]) < 1e-3
 
 
 class MiniScheduler:
@@ -248,11 +259,15 @@ class MiniScheduler:
             block_ids=[column(*request.blocks)],
             sampling=request.sampling,
             seed=request.seed,
+            prompt_logprobs=0 if request.is_scored else None,
         )
 
     def _apply(self, rows: list[tuple[Request, int]], result: pb.StepResult) -> None:
         tail, ids = read(result.token_counts), read(result.token_ids)
         counts = [1] * (len(rows) - len(tail)) + tail
+        for entry in result.prompt_logprobs:
+            (request,) = [request for request, _ in rows if request.slot == entry.slot]
+            request.take_scores(entry)
         for (request, computed), count in zip(rows, counts, strict=True):
             request.computed += computed
             assert count == (request.computed == len(request.ids)), "a row samples just when it reaches its end"

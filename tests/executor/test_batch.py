@@ -107,7 +107,7 @@ BAD_PLANS = {
     "forces ids": ({"slots": column(1), "forced_ids": column(1, 5)}, "forced_ids"),
     "copies blocks": ({"groups": [pb.GroupUpdate(copies=column(3, 4))]}, "plan.groups[0].copies"),
     "traces": ({"slots": column(1), "traceparent": "00-1-2-01"}, "traceparent"),
-    "asks for prompt logprobs": ({"started": [started(2, prompt_logprobs=0)]}, "plan.started[0].prompt_logprobs"),
+    "asks for alternatives to prompt ids": ({"started": [started(2, prompt_logprobs=1)]}, "prompt_logprobs = 1"),
     "asks for alternatives": ({"started": [started(2, logprobs=1)]}, "logprobs"),
     "allows ids": (
         {"started": [started(2, sampling=generation_pb2.Sampling(allowed_token_ids=[5]))]},

@@ -350,7 +350,7 @@ class Scheduler:
         return updates
 
     def _take_scores(self, step: Step, result: StepResult, now_ns: int, updates: Updates) -> None:
-        """Passes on what has not been told before: what a preemption made the executor compute again, it scores again."""
+        """Passes on what was not told before: what the executor computes again after a preemption, it scores again."""
         for slot, (request, _) in zip(step.row_slots, step.rows, strict=True):
             scores = result.scores.get(slot)
             if scores is None or request.ended or scores.stop <= request.next_scored:
