@@ -42,13 +42,14 @@ _DOOR = Door(
         "triptych.engine.v1.FrontendHello": frozenset(
             {"min_version", "max_version", "features", "frontend_id", "tokenizer_hash"}
         ),
+        "triptych.engine.v1.Fragment": frozenset({"request_id", "total_bytes", "data"}),
         "triptych.engine.v1.Abort": frozenset({"request_ids"}),
         "triptych.engine.v1.Ping": frozenset({"sent_unix_ns"}),
     }
 )
 
 
-def check(message: engine_pb2.FrontendHello | engine_pb2.Ping) -> None:
+def check(message: engine_pb2.FrontendHello | engine_pb2.Ping | engine_pb2.Fragment) -> None:
     """Raises RequestError(UNIMPLEMENTED) for a field that is not served."""
     _DOOR.check(message)
 
@@ -92,10 +93,16 @@ def read_submit(
 
 def read_abort(abort: engine_pb2.Abort, frontend: int) -> list[RequestKey]:
     """The requests to end. Raises RequestError(INVALID_ARGUMENT) for a column of the wrong width."""
+    return [RequestKey(frontend, request_id) for request_id in read_abort_ids(abort)]
+
+
+def read_abort_ids(abort: engine_pb2.Abort) -> list[int]:
+    """The frontend's own numbers of them. Raises as `read_abort`."""
     _DOOR.check(abort)
     if len(abort.request_ids) % 8:
         raise invalid("abort.request_ids", f"has {len(abort.request_ids)} bytes; a column of uint64 has 8 an id")
-    return [RequestKey(frontend, request_id) for request_id in np.frombuffer(abort.request_ids, "<u8").tolist()]
+    ids: list[int] = np.frombuffer(abort.request_ids, "<u8").tolist()
+    return ids
 
 
 def _check_sampling(sampled: generation_pb2.Sampling, vocab_size: int) -> None:
