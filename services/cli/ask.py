@@ -88,7 +88,10 @@ async def show(stream: Stream, shown: Shown, *, before: Callable[[], None] | Non
 
 
 async def show_choices(stream: Stream, *, before: Callable[[], None] | None = None) -> None:
-    """Prints each choice of an answer under its index as soon as it is whole, then the speed of all; `before` as in `show`."""
+    """Prints each choice of an answer under its index as soon as it is whole, then the speed of all.
+
+    `before` as in `show`.
+    """
     started_s = time.monotonic()
     texts: dict[int, list[str]] = {}
     tokens = 0
