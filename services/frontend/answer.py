@@ -97,7 +97,8 @@ class Answer:
     async def take(self) -> list[tuple[int, Delta]]:
         """What the client is to have now, each choice at most once, as soon as there is any.
 
-        None of them where there is something in `take_scores`, which goes before them. Raises what has ended the request, once all that came before is taken.
+        None of them where there is something in `take_scores`, which goes before them. Raises what has ended the
+        request, once all that came before is taken.
         """
         while True:
             now_s = self._loop.time()
