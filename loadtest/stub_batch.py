@@ -55,7 +55,7 @@ def expected_ids(prompt: Sequence[int], seed: int, count: int, vocab_size: int) 
 
 
 def own_logprob(token_id: int) -> tuple[float, int]:
-    """Log-probability and rank told for a sampled id: made up, but of the id alone."""
+    """Log-probability and rank told for an id, sampled or of the prompt: made up, but of the id alone."""
     return -0.25 * (token_id % 13) - 0.125, token_id % 7 + 1
 
 
@@ -71,6 +71,7 @@ class Slot:
     stop_ids: frozenset[int]
     min_tokens: int
     logprobs: bool
+    is_scored: bool
     state: int
     misread: int | None = None
     failed: bool = False
@@ -105,6 +106,15 @@ class Row:
     slot: Slot
     count: int
     samples: bool
+    end: int
+    """Tokens of the slot that are computed after it."""
+
+    @property
+    def scored(self) -> range:
+        """Prompt positions whose logprobs the row tells: those that its computed tokens foretell."""
+        slot = self.slot
+        first = self.end - self.count + 1
+        return range(first, min(self.end + 1, slot.prompt_tokens)) if slot.is_scored else range(0)
 
 
 @dataclass
@@ -206,6 +216,7 @@ class Batch:
             stop_ids=frozenset(_column(request.stop_ids)),
             min_tokens=request.min_tokens,
             logprobs=request.HasField("logprobs"),
+            is_scored=request.HasField("prompt_logprobs"),
             state=state,
         )
 
@@ -268,7 +279,7 @@ class Batch:
         if end > len(slot.table) * self.block_tokens:
             raise PlanError(f"slot {number}: {end} tokens in {len(slot.table)} blocks of {self.block_tokens}")
         slot.computed = end
-        return Row(number, slot, count, samples=end == len(slot.ids))
+        return Row(number, slot, count, end == len(slot.ids), end)
 
     def _read_kv(self, row: Row) -> None:
         slot, begin = row.slot, row.slot.computed - row.count

@@ -76,6 +76,8 @@ class StubEngine:
         tokenizer_hash: str | None = None,
         model: str = "stub",
         ids_per_step: int = 1,
+        scores_per_step: int = 256,
+        fragment_bytes: int = 64 * 1024 * 1024,
         step_s: float = 0.0,
         heartbeat_s: float = 1.0,
         faults: Faults | None = None,
@@ -96,6 +98,10 @@ class StubEngine:
         self._tokenizer_hash = tokenizer_hash
         self._model = model
         self._ids_per_step = ids_per_step
+        self.scores_per_step = scores_per_step
+        """Prompt positions of each request."""
+        self.fragment_bytes = fragment_bytes
+        self.fragments: list[engine_pb2.Fragment] = []
         self._step_s = step_s
         self._heartbeat_s = heartbeat_s
         self._state: engine_pb2.EngineState.ValueType = engine_pb2.ENGINE_STATE_SERVING
@@ -206,7 +212,7 @@ class StubEngine:
             block_tokens=self._block_tokens,
             pool_tokens=self._context_tokens * 64,
             max_choices=self._max_choices,
-            fragment_bytes=64 * 1024 * 1024,
+            fragment_bytes=self.fragment_bytes,
         )
 
     def beat_message(self, running: int) -> engine_pb2.Heartbeat:
@@ -283,6 +289,7 @@ class _Session:
     outbox: asyncio.Queue[engine_pb2.AttachResponse | None] = field(default_factory=asyncio.Queue)
     work: asyncio.Event = field(default_factory=asyncio.Event)
     steps: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    half_sent: dict[int, tuple[int, bytes]] = field(default_factory=dict)  # (bytes of the whole, those that came)
 
     def send(self, message: engine_pb2.AttachResponse) -> None:
         self.outbox.put_nowait(message)
@@ -299,10 +306,13 @@ class _Session:
             kind = message.WhichOneof("message")
             if kind == "submit":
                 self._submit(message.submit)
+            elif kind == "fragment":
+                self._add_fragment(message.fragment)
             elif kind == "abort":
                 for request_id in np.frombuffer(message.abort.request_ids, "<u8").tolist():
                     self.engine.aborts.append(request_id)
                     self.running.pop(request_id, None)
+                    self.half_sent.pop(request_id, None)
             elif kind == "ping":
                 self.heartbeat()
             await self.engine.tell()
@@ -317,6 +327,15 @@ class _Session:
             return
         self.running.update((request.request_id, request) for request in choices)
         self.work.set()
+
+    def _add_fragment(self, fragment: engine_pb2.Fragment) -> None:
+        self.engine.fragments.append(fragment)
+        total, data = self.half_sent.pop(fragment.request_id, (fragment.total_bytes, b""))
+        data += fragment.data
+        if total and len(data) < total:
+            self.half_sent[fragment.request_id] = (total, data)
+        elif total:
+            self._submit(engine_pb2.Submit.FromString(data))
 
     async def beat(self) -> None:
         while True:
@@ -363,8 +382,12 @@ class _Session:
 
     def _advance(self, request: StubRequest, step: StubStep) -> None:
         submit = request.submit
+        if self._scores(request, step):
+            return
         ids: list[int] = []
         finished: engine_pb2.Finished | None = None
+        if submit.max_tokens == 0:
+            finished = engine_pb2.Finished(reason=generation_pb2.FINISH_REASON_LENGTH)
         while finished is None and len(ids) < self.engine.ids_per_step:
             token_id = self.engine.id_at(request)
             ids.append(token_id)
@@ -375,12 +398,20 @@ class _Session:
                 finished = engine_pb2.Finished(reason=generation_pb2.FINISH_REASON_LENGTH)
             elif self.engine.faults.cut_at == request.num_output:
                 break
-        step.add(request, ids)
+        if ids:
+            step.add(request, ids)
         if finished is not None:
             finished.request_id = request.request_id
             finished.last_token_unix_ns = time.time_ns()
             step.finished.append(finished)
             del self.running[request.request_id]
+
+    def _scores(self, request: StubRequest, step: StubStep) -> bool:
+        """Whether the prompt is still being scored after this step; the first choice does it for all."""
+        if request.scores_left:
+            step.score(request, self.engine.scores_per_step)
+        first = self.running.get(request.submit.request_id, request)
+        return first.scores_left > 0
 
 
 async def _serve(options: argparse.Namespace) -> None:

@@ -293,6 +293,7 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         ids: list[int] = []
         own: list[tuple[int, float, int]] = []
         failed: list[executor_pb2.FailedRow] = []
+        scored: list[executor_pb2.PromptLogprobs] = []
         for row in rows:
             at = (row.slot.seed, row.slot.output_position)
             if row.slot.failed or (row.samples and at in self.faults.failed_rows):
@@ -300,6 +301,8 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
                 row.slot.fail()
                 counts.append(0)
                 continue
+            if row.scored:
+                scored.append(_scores(row))
             if not row.samples:
                 counts.append(0)
                 continue
@@ -311,7 +314,11 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             counts.append(1)
             ids.append(token_id)
         result = executor_pb2.StepResult(
-            step=step, token_counts=_tail(counts), token_ids=np.array(ids, dtype="<u4").tobytes(), failed=failed
+            step=step,
+            token_counts=_tail(counts),
+            token_ids=np.array(ids, dtype="<u4").tobytes(),
+            prompt_logprobs=[scores for scores in scored if scores.slot not in {row.slot for row in failed}],
+            failed=failed,
         )
         if own:
             places, logprobs, ranks = zip(*own, strict=True)
@@ -347,6 +354,18 @@ def _heartbeat(epoch: int) -> executor_pb2.RunResponse:
 
 def _fault(kind: executor_pb2.FaultKind.ValueType, message: str) -> executor_pb2.RunResponse:
     return executor_pb2.RunResponse(fault=executor_pb2.Fault(kind=kind, message=message))
+
+
+def _scores(row: Row) -> executor_pb2.PromptLogprobs:
+    own = [own_logprob(row.slot.ids[position]) for position in row.scored]
+    return executor_pb2.PromptLogprobs(
+        slot=row.number,
+        start=row.scored.start,
+        logprobs=generation_pb2.LogprobColumns(
+            logprobs=np.array([logprob for logprob, _ in own], dtype="<f4").tobytes(),
+            ranks=np.array([rank for _, rank in own], dtype="<u4").tobytes(),
+        ),
+    )
 
 
 def _tail(counts: list[int]) -> bytes:

@@ -10,6 +10,11 @@ from triptych.engine.v1 import engine_pb2
 from triptych.inference.v1 import generation_pb2
 
 
+def prompt_score(position: int) -> tuple[float, int]:
+    """Logprob, exact in float32, and rank made up for a prompt position."""
+    return -position / 16, position % 9 + 1
+
+
 @dataclass
 class StubRequest:
     """A choice of a request, under way."""
@@ -22,6 +27,7 @@ class StubRequest:
     cached_tokens: int = 0
     num_output: int = 0
     started: bool = False
+    next_scored: int = 1
 
     @classmethod
     def of(cls, submit: engine_pb2.Submit, choice: int, cached_tokens: int) -> StubRequest:
@@ -36,6 +42,12 @@ class StubRequest:
         )
 
     @property
+    def scores_left(self) -> int:
+        """Prompt positions whose logprobs are still to be told, by the first choice."""
+        wanted = self.submit.HasField("prompt_logprobs") and self.choice == 0
+        return len(self.prompt) - self.next_scored if wanted else 0
+
+    @property
     def request_id(self) -> int:
         """In messages: choice i of a request has its id + i."""
         return self.submit.request_id + self.choice
@@ -43,7 +55,10 @@ class StubRequest:
 
 @dataclass
 class StubStep:
-    """One StepOutputs in the making. A made-up logprob is -(position + 1) / 8, rank position + 1."""
+    """One StepOutputs in the making.
+
+    A made-up logprob is -(position + 1) / 8, rank position + 1; that of a prompt id is `prompt_score` of its position.
+    """
 
     number: int
     request_ids: list[int] = field(default_factory=list)
@@ -51,6 +66,7 @@ class StubStep:
     token_ids: list[int] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
+    scores: list[engine_pb2.PromptLogprobs] = field(default_factory=list)
     started: list[engine_pb2.Started] = field(default_factory=list)
     finished: list[engine_pb2.Finished] = field(default_factory=list)
     failed: list[engine_pb2.Failed] = field(default_factory=list)
@@ -58,7 +74,18 @@ class StubStep:
     @property
     def anything(self) -> bool:
         """Whether there is something to send."""
-        return bool(self.request_ids or self.failed)
+        return bool(self.request_ids or self.scores or self.finished or self.failed)
+
+    def score(self, request: StubRequest, limit: int) -> None:
+        """The next prompt positions, at most `limit`."""
+        start = request.next_scored
+        request.next_scored = stop = start + min(limit, request.scores_left)
+        told = [prompt_score(position) for position in range(start, stop)]
+        columns = generation_pb2.LogprobColumns(
+            logprobs=np.array([logprob for logprob, _ in told], "<f4").tobytes(),
+            ranks=np.array([rank for _, rank in told], "<u4").tobytes(),
+        )
+        self.scores.append(engine_pb2.PromptLogprobs(request_id=request.request_id, start=start, logprobs=columns))
 
     def add(self, request: StubRequest, ids: list[int]) -> None:
         """New ids, counted in the request already."""
@@ -89,6 +116,7 @@ class StubStep:
             token_counts=b"" if one_each else np.array(self.counts, "<u4").tobytes(),
             token_ids=np.array(self.token_ids, "<u4").tobytes(),
             logprobs=self._logprobs(),
+            prompt_logprobs=self.scores,
             started=self.started,
             finished=self.finished,
             failed=self.failed,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -64,11 +65,17 @@ class Shown:
     finish: str = ""
 
 
-async def show(stream: Stream, shown: Shown) -> None:
-    """Prints an answer to standard output as it comes, then its speed to standard error."""
+async def show(stream: Stream, shown: Shown, *, before: Callable[[], None] | None = None) -> None:
+    """Prints an answer to standard output as it comes, then its speed to standard error.
+
+    `before` is called once, when all that the server says of the prompt is known.
+    """
     started_s = time.monotonic()
     first_s = last_s = 0.0
     async for delta in stream:
+        if before is not None:
+            before()
+            before = None
         if delta.token_ids:
             last_s = time.monotonic()
             first_s = first_s or last_s
@@ -80,12 +87,18 @@ async def show(stream: Stream, shown: Shown) -> None:
     print(_speed(shown, started_s, first_s, last_s), file=sys.stderr, flush=True)
 
 
-async def show_choices(stream: Stream) -> None:
-    """Prints each choice of an answer under its index as soon as it is whole, then the speed of all."""
+async def show_choices(stream: Stream, *, before: Callable[[], None] | None = None) -> None:
+    """Prints each choice of an answer under its index as soon as it is whole, then the speed of all.
+
+    `before` as in `show`.
+    """
     started_s = time.monotonic()
     texts: dict[int, list[str]] = {}
     tokens = 0
     async for delta in stream:
+        if before is not None:
+            before()
+            before = None
         tokens += len(delta.token_ids)
         texts.setdefault(delta.index, []).append(delta.text)
         if ending := _ending(delta):

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from services.cli.ask import Shown, add_options, client, for_people, options_of, show, show_choices
+from services.cli.prompt_shown import show_prompt
 from services.common.errors import StartError
 
 
@@ -17,6 +18,12 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("prompt", nargs="?", help="by default what standard input holds")
     parser.add_argument("-n", type=int, metavar="N", help="answers to one prompt, each printed whole once it is there")
     add_options(parser)
+    parser.add_argument("--echo", action="store_true", help="print the prompt before its continuation")
+    parser.add_argument(
+        "--prompt-logprobs",
+        action="store_true",
+        help="print how likely each id of the prompt is; --max-tokens 0: that alone",
+    )
     parsed = parser.parse_args(argv)
     prompt = sys.stdin.read() if parsed.prompt is None else parsed.prompt
     asyncio.run(_generate(prompt, parsed))
@@ -30,8 +37,15 @@ async def _generate(prompt: str, parsed: argparse.Namespace) -> None:
         try:
             options = options_of(parsed)
             options["n"] = parsed.n
+            options["echo"] = parsed.echo or None
+            options["prompt_logprobs"] = 0 if parsed.prompt_logprobs else None
             stream = connection.generate(prompt, **options)
-            await (show_choices(stream) if (parsed.n or 1) > 1 else show(stream, Shown()))
+
+            def before() -> None:
+                show_prompt(stream, scores=parsed.prompt_logprobs, text=parsed.echo)
+
+            several = (parsed.n or 1) > 1
+            await (show_choices(stream, before=before) if several else show(stream, Shown(), before=before))
         except ValueError as error:  # an option that its field cannot hold
             raise StartError(str(error)) from None
         except TriptychError as error:

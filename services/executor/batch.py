@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -10,6 +11,19 @@ import numpy.typing as npt
 
 from services.executor.plan import MAX_IN_FLIGHT, BadPlanError, Int64s, Plan, Settings, Started
 from services.executor.sampler import SampleRow, SamplingParams
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredSpan:
+    """Prompt ids in a row, each foretold by the token before it."""
+
+    slot: int
+    start: int
+    """prompt position of the first"""
+    first_token: int
+    """where in the step's flat batch the token before the first stands; the others follow"""
+    token_ids: Int64s
+    """[n]"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +49,8 @@ class StepInputs:
     """[rows] their numbers among the plan's rows"""
     failed_slots: Int64s
     """[n] slots of the plan's other rows"""
+    scored: tuple[ScoredSpan, ...] = ()
+    """prompt ids whose log-probabilities the step's tokens give"""
 
 
 @dataclass(eq=False)
@@ -51,6 +67,8 @@ class _Columns:
     """1: a row of it has failed, so its ids lack what later rows would compute"""
     reusable_from: Int64s
     """first step that may start a request there"""
+    scored: Int64s
+    """1 where the logprobs of prompt ids are wanted, else 0"""
 
     @classmethod
     def empty(cls, slots: int) -> _Columns:
@@ -130,8 +148,8 @@ class PersistentBatch:
         freed = self._slots(plan.freed_slots, "freed_slots")
         if idle := freed[columns.tokens[freed] == 0].tolist():
             raise BadPlanError(f"freed_slots names slot {idle[0]}, which is not in use", (idle[0],))
-        for column in (columns.tokens, columns.prompt, columns.computed, columns.blocks, columns.failed):
-            column[freed] = 0
+        for column in fields(columns):
+            getattr(columns, column.name)[freed] = 0
         columns.reusable_from[freed] = plan.step + MAX_IN_FLIGHT
 
     def _check_started(self, columns: _Columns, started: Started, plan: Plan) -> None:
@@ -174,6 +192,7 @@ class PersistentBatch:
             )
         columns.tokens[slot], columns.prompt[slot] = tokens, started.prompt_tokens
         columns.computed[slot], columns.blocks[slot] = started.computed_tokens, len(started.block_ids)
+        columns.scored[slot] = started.is_scored
 
     def _check_named(self, started: Started) -> None:
         """Ids that a caller chose; an id that was sampled may be any of the vocabulary."""
@@ -287,4 +306,13 @@ class PersistentBatch:
             sampling_rows=np.flatnonzero(contexts == self._columns.tokens[slots]),
             places=places,
             failed_slots=np.delete(plan.slots, places),
+            scored=tuple(self._scored(slots, counts, contexts, starts)),
         )
+
+    def _scored(self, slots: Int64s, counts: Int64s, contexts: Int64s, starts: Int64s) -> Iterator[ScoredSpan]:
+        """A row's token at position p foretells the id at p + 1, also where that is computed in a later step."""
+        for row in np.flatnonzero(self._columns.scored[slots]).tolist():
+            slot, first = int(slots[row]), int(contexts[row] - counts[row]) + 1
+            stop = min(int(contexts[row]) + 1, int(self._columns.prompt[slot]))
+            if first < stop:
+                yield ScoredSpan(slot, first, int(starts[row]), self._ids[slot, first:stop].astype(np.int64))

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +23,11 @@ from services.executor.plan import Int64s, Outcome, Plan, Settings, Started
 from services.executor.runner import ModelRunner
 from services.executor.sampler import Sampled, Sampler
 from services.executor.sampling_params import SamplingParams
+from services.executor.scorer import Scored, score
 
 log = logging.getLogger(__name__)
+
+NOTHING_SCORED = Scored()
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,7 @@ class Executor:
     @torch.inference_mode()
     def execute(self, plan: Plan) -> Outcome:
         """One step. Raises BadPlanError before anything has changed; after any other error the batch must be reset."""
-        if self._runner is None or self._batch is None or self._sampler is None:
+        if self._runner is None or self._batch is None or self._sampler is None or self._facts is None:
             raise RuntimeError("execute before allocate")
         begun = time.perf_counter()
         inputs = self._batch.begin(plan)
@@ -143,17 +146,24 @@ class Executor:
         self._batch.fail(inputs.failed_slots)
         if not inputs.slots.size:
             return _outcome(plan.step, inputs, None, begun, begun)
-        logits = self._runner.forward(inputs, self._batch.tables)
-        computed = time.perf_counter()
+        scored = NOTHING_SCORED
+        if inputs.scored:
+            logits, hidden = self._runner.forward_with_hidden(inputs, self._batch.tables)
+            computed = time.perf_counter()
+            scored = score(inputs.scored, hidden, self._runner.head, self._facts.vocab_size)
+        else:
+            logits = self._runner.forward(inputs, self._batch.tables)
+            computed = time.perf_counter()
         if not inputs.sampling_rows.size:
-            return _outcome(plan.step, inputs, None, begun, computed)
+            return _outcome(plan.step, inputs, None, begun, computed, scored=scored)
         rows = self._batch.sample_rows(inputs)
         sampled = self._sampler.sample(logits, rows)
         slots = inputs.slots[inputs.sampling_rows]
+        sampled = replace(sampled, failed=sampled.failed | np.isin(slots, scored.failed_slots))
         self._batch.append(slots[~sampled.failed], sampled.token_ids[~sampled.failed])
         self._batch.fail(slots[sampled.failed])
         wanted = np.array([row.params.logprobs for row in rows])
-        return _outcome(plan.step, inputs, sampled, begun, computed, wanted)
+        return _outcome(plan.step, inputs, sampled, begun, computed, wanted, scored)
 
     def reset(self) -> None:
         """Ends an epoch: every slot is forgotten."""
@@ -203,6 +213,7 @@ def _outcome(
     begun: float,
     computed: float,
     wanted: np.ndarray[tuple[int], np.dtype[np.bool_]] | None = None,
+    scored: Scored = NOTHING_SCORED,
 ) -> Outcome:
     """`wanted`, [sampling rows] bool: whose log-probability was asked for."""
     counts = np.zeros(len(inputs.places) + len(inputs.failed_slots), np.int64)
@@ -213,12 +224,13 @@ def _outcome(
             step=step,
             token_counts=counts,
             token_ids=none,
-            failed_slots=failed,
+            failed_slots=(*failed, *scored.failed_slots),
             logprob_places=none,
             logprobs=none.astype(np.float32),
             ranks=none.astype(np.uint32),
+            prompt_scores=scored.scores,
             execute_us=_microseconds(begun, computed),
-            sample_us=0,
+            sample_us=_microseconds(computed, time.perf_counter()) if scored.scores else 0,
         )
     good: np.ndarray[tuple[int], np.dtype[np.bool_]] = ~sampled.failed
     counts[inputs.places[inputs.sampling_rows]] = good
@@ -227,10 +239,13 @@ def _outcome(
         step=step,
         token_counts=counts,
         token_ids=sampled.token_ids[good],
-        failed_slots=(*failed, *inputs.slots[inputs.sampling_rows][sampled.failed].tolist()),
+        failed_slots=tuple(
+            dict.fromkeys([*failed, *inputs.slots[inputs.sampling_rows][sampled.failed].tolist(), *scored.failed_slots])
+        ),
         logprob_places=places,
         logprobs=sampled.logprobs[good][places],
         ranks=sampled.ranks[good][places],
+        prompt_scores=scored.scores,
         execute_us=_microseconds(begun, computed),
         sample_us=_microseconds(computed, time.perf_counter()),
     )

@@ -46,6 +46,8 @@ class Started:
     computed_tokens: int
     block_ids: Int64s
     sampling: SamplingParams
+    is_scored: bool = False
+    """The logprobs of its prompt ids are wanted, as far as the tokens computed from now on foretell them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +71,18 @@ class Plan:
 
 
 @dataclass(frozen=True, eq=False)
+class PromptScores:
+    """Log-probabilities of a slot's prompt ids, from position `start` on."""
+
+    slot: int
+    start: int
+    logprobs: npt.NDArray[np.float32]
+    """[n] natural, of the model's own logits"""
+    ranks: Ids
+    """[n] from 1"""
+
+
+@dataclass(frozen=True, eq=False)
 class Outcome:
     """What a step gave, with the plan's rows."""
 
@@ -85,5 +99,6 @@ class Outcome:
     """[n]"""
     ranks: Ids
     """[n] from 1"""
+    prompt_scores: tuple[PromptScores, ...]
     execute_us: int
     sample_us: int

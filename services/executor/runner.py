@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import numpy.typing as npt
 import torch
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from services.executor.attention.contract import AttentionBackend, AttentionStep, KvCache, Needs, StepShape
 from services.executor.batch import StepInputs
@@ -57,3 +60,36 @@ class ModelRunner:
         )
         logits: torch.Tensor = output.logits[0]
         return logits
+
+    def forward_with_hidden(
+        self, inputs: StepInputs, tables: npt.NDArray[np.int32]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`forward`, and the hidden states [tokens, hidden] that `head` makes logits of."""
+        kept: list[torch.Tensor] = []
+        hook = self._model.base_model.register_forward_hook(lambda *call: kept.append(call[-1].last_hidden_state[0]))
+        try:
+            logits = self.forward(inputs, tables)
+        finally:
+            hook.remove()
+        return logits, kept[0]
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [rows, vocab] of hidden states [rows, hidden], by the family's own last layer and soft cap.
+
+        The model's own forward is run with a body that has its answer ready, since families differ in what follows it.
+        """
+        ready = copy.copy(self._model)
+        ready._modules = self._model._modules | {self._model.base_model_prefix: _Ready(hidden[None])}
+        logits: torch.Tensor = ready.forward(use_cache=False).logits[0]
+        return logits
+
+
+class _Ready(torch.nn.Module):
+    """A body that has run already."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self._output = MoeModelOutputWithPast(last_hidden_state=hidden)  # the widest: it lacks no field that is read
+
+    def forward(self, *args: object, **options: object) -> MoeModelOutputWithPast:
+        return self._output

@@ -124,11 +124,20 @@ class Sampler:
         logprobs, ranks = np.zeros(len(rows), np.float32), np.zeros(len(rows), np.uint32)
         which = [i for i, row in enumerate(rows) if row.params.logprobs]
         if which:
-            asked, drawn = own[which], token_ids[which].unsqueeze(-1)
-            of_drawn = asked.double().log_softmax(dim=-1).gather(-1, drawn).squeeze(-1)
-            logprobs[which] = of_drawn.nan_to_num(nan=LOWEST_LOGPROB).clamp(min=LOWEST_LOGPROB).cpu().numpy()
-            ranks[which] = (asked > asked.gather(-1, drawn)).sum(dim=-1).add(1).cpu().numpy()
+            logprobs[which], ranks[which] = own_logprobs(own[which], token_ids[which])
         return logprobs, ranks
+
+
+def own_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[NDArray[np.float32], NDArray[np.uint32]]:
+    """Natural log-probability and rank (from 1) of one id a row, by logits [rows, vocab] as they are.
+
+    The softmax is taken in float64. An id that the logits give no probability has LOWEST_LOGPROB.
+    """
+    which = token_ids.unsqueeze(-1)
+    own = logits.double().log_softmax(dim=-1).gather(-1, which).squeeze(-1)
+    own = own.nan_to_num(nan=LOWEST_LOGPROB).clamp(min=LOWEST_LOGPROB)
+    ranks = (logits > logits.gather(-1, which)).sum(dim=-1).add(1)
+    return own.cpu().numpy().astype(np.float32), ranks.cpu().numpy().astype(np.uint32)
 
 
 def _probabilities(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:

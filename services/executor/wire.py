@@ -58,6 +58,7 @@ _SERVED = {
             "min_tokens",
             "stop_ids",
             "logprobs",
+            "prompt_logprobs",
         }
     ),
     "triptych.executor.v1.GroupUpdate": frozenset({"new_blocks", "copies"}),
@@ -172,6 +173,11 @@ def result(outcome: Outcome, received_unix_ns: int, wait_us: int) -> pb.StepResu
         execute_us=outcome.execute_us,
         sample_us=outcome.sample_us,
     )
+    for scores in outcome.prompt_scores:
+        columns = generation_pb2.LogprobColumns(
+            logprobs=scores.logprobs.astype("<f4").tobytes(), ranks=scores.ranks.astype("<u4").tobytes()
+        )
+        message.prompt_logprobs.add(slot=scores.slot, start=scores.start, logprobs=columns)
     if outcome.logprob_places.size:
         every = len(outcome.logprob_places) == len(outcome.token_ids)
         message.logprobs.CopyFrom(
@@ -187,8 +193,9 @@ def result(outcome: Outcome, received_unix_ns: int, wait_us: int) -> pb.StepResu
 def _started(request: pb.NewRequest) -> Started:
     if len(request.block_ids) != 1:
         raise BadPlanError(f"started: slot {request.slot} has blocks of {len(request.block_ids)} KV groups, not of 1")
-    if request.logprobs > 0:
-        raise BadPlanError(f"logprobs = {request.logprobs}: alternatives are not served yet", (request.slot,))
+    for name in ("logprobs", "prompt_logprobs"):
+        if (wanted := getattr(request, name)) > 0:
+            raise BadPlanError(f"{name} = {wanted}: alternatives are not served yet", (request.slot,))
     try:
         sampling = SamplingParams.from_proto(request)
     except ValueError as error:
@@ -200,6 +207,7 @@ def _started(request: pb.NewRequest) -> Started:
         computed_tokens=request.computed_tokens,
         block_ids=_column(request.block_ids[0], "started.block_ids"),
         sampling=sampling,
+        is_scored=request.HasField("prompt_logprobs"),
     )
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from services.frontend.coalescing import Coalescer
-from services.frontend.engine import Outputs
+from services.frontend.engine import Outputs, Scores
 from services.frontend.generation import Choice
 from services.frontend.request import Delta, Job
+from services.frontend.scores import PromptScores
 from services.frontend.tokenizer import TextTokenizer
 
 
@@ -19,6 +20,8 @@ class Answer:
     """
 
     def __init__(self, job: Job, tokenizer: TextTokenizer) -> None:
+        self._scores_alone = job.max_tokens == 0
+        self._scores = PromptScores(job)
         self._choices = [Choice(job, tokenizer) for _ in range(job.options.n)]
         self._coalescer = Coalescer(job.options.hold, job.options.n)
         self._num_running = job.options.n
@@ -30,7 +33,7 @@ class Answer:
     @property
     def done(self) -> bool:
         """Every choice has stopped, and all of it was taken."""
-        return self._num_running == 0 and self._coalescer.empty
+        return self._num_running == 0 and self._coalescer.empty and not self._scores.any_waiting
 
     @property
     def completion_tokens(self) -> int:
@@ -56,6 +59,11 @@ class Answer:
         if choice.stopped is not None or self._error is not None:
             return False  # sent before the engine knew
         try:
+            if self._scores.push(outputs):
+                self._wake()
+            if self._scores_alone or (outputs.scores and not outputs.token_ids and outputs.finish is None):
+                self._end_scored(outputs)
+                return False
             delta = choice.push(outputs)
         except Exception as error:
             self.fail(error)
@@ -68,6 +76,13 @@ class Answer:
             return False
         self._num_running -= 1
         return outputs.finish is None
+
+    def _end_scored(self, outputs: Outputs) -> None:
+        """Of the prompt alone; where that is all there is to do, the engine's finish is every choice's."""
+        if self._scores_alone and outputs.finish is not None:
+            for index, delta in self.nothing():
+                self._coalescer.add(index, delta, self._loop.time())
+            self._wake()
 
     def fail(self, error: Exception) -> None:
         """Ends the request; the first error stays. What came before is still delivered."""
@@ -82,17 +97,24 @@ class Answer:
     async def take(self) -> list[tuple[int, Delta]]:
         """What the client is to have now, each choice at most once, as soon as there is any.
 
-        Raises what has ended the request, once all that came before is taken.
+        None of them where there is something in `take_scores`, which goes before them. Raises what has ended the
+        request, once all that came before is taken.
         """
         while True:
             now_s = self._loop.time()
             if due := self._coalescer.due(now_s):
                 return due
+            if self._scores.any_waiting:
+                return []
             if self._error is not None:
                 if rest := self._coalescer.rest(now_s):
                     return rest
                 raise self._error
             await self._news()
+
+    def take_scores(self) -> list[Scores]:
+        """Logprobs of the prompt that the client does not have yet."""
+        return self._scores.take()
 
     def close(self) -> None:
         """Leaves no timer behind."""

@@ -33,6 +33,9 @@ class FrontendConfig(ServiceConfig):
     max_logprobs: int = Field(
         20, ge=0, description="alternatives to each id that a request may ask for; this version serves 0"
     )
+    max_scored_tokens: int = Field(
+        32 * 1024, ge=1, description="ids of a prompt whose logprobs a request may ask for (prompt_logprobs)"
+    )
     max_stop_strings: int = Field(64, ge=0, description="stop strings a request may have")
     max_stop_string_bytes: int = Field(1024, ge=1, description="UTF-8 bytes of one stop string")
     max_stop_token_ids: int = Field(256, ge=0, description="stop ids a request may have")
@@ -60,6 +63,7 @@ class FrontendConfig(ServiceConfig):
             content_parts=self.max_content_parts,
             choices=self.max_choices,
             logprobs=self.max_logprobs,
+            scored_tokens=self.max_scored_tokens,
             stop_strings=self.max_stop_strings,
             stop_string_bytes=self.max_stop_string_bytes,
             stop_token_ids=self.max_stop_token_ids,

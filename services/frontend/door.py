@@ -28,6 +28,8 @@ _SERVED = {
         "ignore_eos",
         "include_stop_string",
         "logprobs",
+        "prompt_logprobs",
+        "echo",
         "skip_special_tokens",
         "min_delta_tokens",
         "min_delta_interval_ms",

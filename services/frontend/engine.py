@@ -6,6 +6,9 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from services.common.errors import RequestError
 from services.frontend.request import Logprob, Sampling
 
@@ -35,6 +38,7 @@ class Submission:
     priority: int = 0
     tenant: str = ""
     digests: BlockDigests | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -45,14 +49,32 @@ class EngineFinish:
     stop_id: int | None
 
 
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """Logprobs (natural, float32 [n]) and ranks (from 1, uint32 [n]) of prompt ids, from position `start` on."""
+
+    start: int
+    logprobs: npt.NDArray[np.float32]
+    ranks: npt.NDArray[np.uint32]
+
+    @property
+    def stop(self) -> int:
+        """The position after the last."""
+        return self.start + len(self.logprobs)
+
+
 @dataclass(frozen=True)
 class Outputs:
-    """What is new of one choice; `logprobs` is as long as `token_ids`, or empty where none were asked for."""
+    """What is new of one choice; `logprobs` is as long as `token_ids`, or empty where none were asked for.
+
+    `scores` are of the prompt, and come before the first id.
+    """
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[Logprob, ...] = ()
     cached_tokens: int | None = None
     finish: EngineFinish | None = None
+    scores: tuple[Scores, ...] = ()
 
     def then(self, later: Outputs) -> Outputs:
         """Both, in order, as one."""
@@ -69,6 +91,7 @@ class Outputs:
             tuple(itertools.chain.from_iterable(part.logprobs for part in parts)),
             cached[-1] if cached else None,
             next((part.finish for part in reversed(parts) if part.finish is not None), None),
+            tuple(itertools.chain.from_iterable(part.scores for part in parts)),
         )
 
 

@@ -20,6 +20,7 @@ from services.frontend import engine_wire
 from services.frontend.engine import StepReport, Submission
 from services.frontend.engine_request import EngineRequest, Sink
 from services.frontend.engine_wire import EngineContractError
+from services.frontend.outgoing import Outgoing
 from services.frontend.request import EngineFacts
 
 HEARTBEAT_LIMIT_S = 3.0
@@ -51,7 +52,7 @@ class EngineClient:
         """By id, until they are closed."""
         self._choices: dict[int, EngineRequest] = {}
         """By the id of a choice that has not ended: choice i of a request has its id + i."""
-        self._outgoing: asyncio.Queue[engine_pb2.AttachRequest] | None = None
+        self._outgoing: Outgoing | None = None
         self._state = engine_pb2.ENGINE_STATE_UNSPECIFIED
         self._heard_s = 0.0
         self._attached = False
@@ -114,11 +115,13 @@ class EngineClient:
         """Tells the engine to stop what has not ended of them."""
         running = [choice_id for choice_id in choice_ids if self._choices.pop(choice_id, None) is not None]
         if running:
+            if self._outgoing is not None:
+                self._outgoing.drop(running)
             self._send(engine_wire.abort(running))
 
     def _send(self, message: engine_pb2.AttachRequest) -> None:
         if self._outgoing is not None:
-            self._outgoing.put_nowait(message)
+            self._outgoing.put(message)
 
     async def _keep_attached(self) -> None:
         async with grpc.aio.insecure_channel(self._target, options=channel_options()) as channel:
@@ -145,8 +148,8 @@ class EngineClient:
     async def _attach(self, stub: engine_pb2_grpc.EngineServiceStub) -> None:
         """One stream, from hello to its end."""
         call: AttachCall = stub.Attach()  # type: ignore[call-arg, assignment]  # the stubs know only call iterators
-        self._outgoing = asyncio.Queue()
-        self._outgoing.put_nowait(engine_wire.hello(self._frontend_id, self._tokenizer_hash))
+        self._outgoing = Outgoing()
+        self._outgoing.put(engine_wire.hello(self._frontend_id, self._tokenizer_hash))
         writer = asyncio.create_task(_write(call, self._outgoing))
         try:
             async for message in call:
@@ -191,6 +194,8 @@ class EngineClient:
 
     def _on_hello(self, message: engine_pb2.EngineHello) -> None:
         self.facts = engine_wire.read_hello(message)
+        if self._outgoing is not None:
+            self._outgoing.fragment_bytes = self.facts.fragment_bytes
         self._attached = True
         self._trouble = _Trouble("")
         if self._state in (engine_pb2.ENGINE_STATE_UNSPECIFIED, engine_pb2.ENGINE_STATE_LOADING):
@@ -234,12 +239,12 @@ class EngineClient:
 
 async def _write(
     call: AttachCall,
-    outgoing: asyncio.Queue[engine_pb2.AttachRequest],
+    outgoing: Outgoing,
 ) -> None:
     # The reader reports how a stream ended; a write that finds it ended has nothing to add.
     with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         while True:
-            await call.write(await outgoing.get())
+            await call.write(await outgoing.take())
 
 
 @dataclass(frozen=True)

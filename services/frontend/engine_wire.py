@@ -13,7 +13,7 @@ from triptych.inference.v1 import generation_pb2
 
 from services.common.contract import PROTOCOL_VERSION
 from services.common.errors import RequestError
-from services.frontend.engine import EngineFinish, Outputs, StepReport, Submission
+from services.frontend.engine import EngineFinish, Outputs, Scores, StepReport, Submission
 from services.frontend.request import EngineFacts, Logprob, Sampling
 
 _RETRIED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
@@ -57,6 +57,7 @@ def submit(request_id: int, submission: Submission) -> engine_pb2.AttachRequest:
             min_tokens=submission.min_tokens,
             stop_ids=_column(submission.stop_ids, "<u4"),
             logprobs=submission.logprobs,
+            prompt_logprobs=submission.prompt_logprobs,
             priority=submission.priority,
             tenant=submission.tenant,
             block_digests=submission.digests.blocks if submission.digests else b"",
@@ -102,6 +103,7 @@ def read_hello(message: engine_pb2.EngineHello) -> EngineFacts:
         context_tokens=message.context_tokens,
         block_tokens=message.block_tokens,
         max_choices=max(message.max_choices, 1),
+        fragment_bytes=message.fragment_bytes,
     )
 
 
@@ -123,6 +125,8 @@ def read_outputs(message: engine_pb2.StepOutputs) -> StepReport:
         start += count
         own = tuple(logprobs[place] for place in places if place in logprobs)
         _add(outputs, request_id, Outputs(tuple(token_ids[places.start : places.stop]), own))
+    for told in message.prompt_logprobs:
+        _add(outputs, told.request_id, Outputs(scores=(_read_scores(told, message.step),)))
     for started in message.started:
         _add(outputs, started.request_id, Outputs(cached_tokens=started.cached_tokens))
     for finished in message.finished:
@@ -168,6 +172,16 @@ def _read_logprobs(columns: generation_pb2.LogprobColumns, num_ids: int, step: i
         place: Logprob(max(value, LOWEST_LOGPROB), rank)
         for place, value, rank in zip(places.tolist(), values.tolist(), ranks.tolist(), strict=True)
     }
+
+
+def _read_scores(told: engine_pb2.PromptLogprobs, step: int) -> Scores:
+    values = _read(told.logprobs.logprobs, "<f4", "prompt_logprobs.logprobs").astype(np.float32)
+    ranks = _read(told.logprobs.ranks, "<u4", "prompt_logprobs.ranks").astype(np.uint32)
+    if len(values) != len(ranks) or told.logprobs.places:
+        raise EngineContractError(
+            f"step {step}: {len(values)} prompt logprobs and {len(ranks)} ranks, or places for them, which have none"
+        )
+    return Scores(told.start, np.maximum(values, np.float32(LOWEST_LOGPROB)), ranks)
 
 
 def _column(values: Sequence[int], dtype: str) -> bytes:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from triptych.inference.v1 import inference_pb2
 
 from services.common.errors import invalid
 from services.frontend.door import read_messages
 from services.frontend.request import EngineFacts, Job, Limits, Options
 from services.frontend.served_model import ServedModel
-from services.frontend.validation import check_fits, check_ids, output_length, read_options
+from services.frontend.tokenizer import off_loop
+from services.frontend.validation import check_fits, check_ids, check_scored, output_length, read_options
 
 
 class Intake:
@@ -24,7 +27,8 @@ class Intake:
         options = self._options(request.options, facts, path)
         prompt_ids = await self._prompt(request, options, facts, path)
         kind = request.WhichOneof("prompt")
-        return self._job(prompt_ids, options, facts, prompt_field=f"{path}{kind}", path=path)
+        job = self._job(prompt_ids, options, facts, prompt_field=f"{path}{kind}", path=path)
+        return await self._echoing(job, request.text if kind == "text" else None)
 
     async def chat(self, request: inference_pb2.ChatRequest, facts: EngineFacts, path: str = "") -> Job:
         """A job for a conversation. Raises RequestError."""
@@ -32,7 +36,7 @@ class Intake:
         options = self._options(request.options, facts, path)
         field = f"{path}messages"
         prompt_ids = await self._model.encode_chat(read_messages(request, field), field)
-        return self._job(prompt_ids, options, facts, prompt_field=field, path=path)
+        return await self._echoing(self._job(prompt_ids, options, facts, prompt_field=field, path=path))
 
     async def tokenize(self, request: inference_pb2.TokenizeRequest) -> tuple[int, ...]:
         """The ids that Generate or Chat would make of the same input. Raises RequestError."""
@@ -65,6 +69,7 @@ class Intake:
             context_tokens=facts.context_tokens,
             prompt_field=f"{path}token_ids",
         )
+        self._check_scored(options, len(request.token_ids.ids), path)
         ids = tuple(request.token_ids.ids)
         check_ids(ids, self._model.vocab_size(facts), f"{path}token_ids.ids")
         return ids
@@ -89,9 +94,23 @@ class Intake:
             prompt_field=prompt_field,
             path=f"{path}options",
         )
+        self._check_scored(options, len(prompt_ids), path)
         if self._model.tokenizer.vocab_size > facts.vocab_size:
             check_ids(prompt_ids, facts.vocab_size, prompt_field)
         return Job(prompt_ids, options, max_tokens, self._model.eos_ids, facts)
+
+    def _check_scored(self, options: Options, prompt_tokens: int, path: str) -> None:
+        check_scored(options, prompt_tokens=prompt_tokens, limits=self._limits, path=f"{path}options")
+
+    async def _echoing(self, job: Job, text: str | None = None) -> Job:
+        """With the prompt's text where it is to be echoed: as given, else what the ids stand for as a whole."""
+        options, ids = job.options, job.prompt_ids
+        if not options.echo:
+            return job
+        if text is None:
+            decode = self._model.tokenizer.decode
+            text = await off_loop(len(ids), lambda: decode(ids, skip_special_tokens=options.skip_special_tokens))
+        return replace(job, prompt_text=text)
 
 
 def _wants_special(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest) -> bool:

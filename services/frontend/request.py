@@ -47,6 +47,8 @@ class Options:
     ignore_eos: bool = False
     include_stop_string: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool = False
     skip_special_tokens: bool = True
     hold: Hold = Hold()
     priority: int = 0
@@ -56,7 +58,7 @@ class Options:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """An engine's hello. `block_tokens` is 0 where it takes no digests of blocks."""
+    """An engine's hello. `block_tokens` is 0 where it takes no digests of blocks, `fragment_bytes` where no pieces."""
 
     engine_id: str
     model: str
@@ -65,17 +67,24 @@ class EngineFacts:
     context_tokens: int
     block_tokens: int = 0
     max_choices: int = 1
+    fragment_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Job:
-    """A request that can be given to an engine. `max_tokens` is the effective one; 0 asks no engine."""
+    """A request that can be given to an engine. `max_tokens` is the effective one; `prompt_text` is for echo."""
 
     prompt_ids: tuple[int, ...]
     options: Options
     max_tokens: int
     eos_ids: frozenset[int]
     engine: EngineFacts
+    prompt_text: str | None = None
+
+    @property
+    def asks_engine(self) -> bool:
+        """There is an id to be sampled, or one of the prompt to be scored: the first has nothing before it."""
+        return self.max_tokens > 0 or (self.options.prompt_logprobs is not None and len(self.prompt_ids) > 1)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -94,6 +103,7 @@ class Limits:
     content_parts: int
     choices: int
     logprobs: int
+    scored_tokens: int
     stop_strings: int
     stop_string_bytes: int
     stop_token_ids: int
@@ -112,6 +122,7 @@ class Limits:
             "max_content_parts": self.content_parts,
             "max_choices": min(self.choices, engine.max_choices),
             "max_logprobs": min(self.logprobs, SERVED_LOGPROBS),
+            "max_scored_tokens": self.scored_tokens,
             "max_stop_strings": self.stop_strings,
             "max_stop_string_bytes": self.stop_string_bytes,
             "max_stop_token_ids": self.stop_token_ids,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
 
 from triptych.inference.v1 import generation_pb2, inference_pb2
 
+from services.frontend.engine import Scores
 from services.frontend.request import Delta, Job, Options, Sampling, Stopped
 from services.frontend.tokenizer import TextTokenizer
 
@@ -16,6 +17,11 @@ _REASONS = {"stop": generation_pb2.FINISH_REASON_STOP, "length": generation_pb2.
 
 _PIECE_IDS = 4096
 
+_SCORES_A_MESSAGE = 1024
+"""Positions whose messages take a few milliseconds to make: the event loop has others to serve."""
+_POSITION_BYTES = 32
+"""Of one on the wire at most, its raw bytes aside: 4 numbers of 5 bytes with their tags, and 2 messages around them."""
+
 
 def prompt_info(job: Job) -> inference_pb2.PromptInfo:
     """The facts that come before any token."""
@@ -24,7 +30,28 @@ def prompt_info(job: Job) -> inference_pb2.PromptInfo:
         seed=job.options.seed,
         max_tokens=job.max_tokens,
         fingerprint=job.engine.fingerprint,
+        token_ids=job.prompt_ids if job.options.echo else (),
+        text=job.prompt_text or "",
     )
+
+
+def prompt_logprobs(
+    job: Job, scores: Scores, tokenizer: TextTokenizer, message_bytes: int
+) -> Iterator[inference_pb2.PromptLogprobs]:
+    """Messages of at most `message_bytes`; the first position, which nothing foretells, stands before the second."""
+    start = 0 if scores.start <= 1 else scores.start
+    positions = [inference_pb2.PositionLogprobs()] if start == 0 else []
+    size = _POSITION_BYTES
+    for at, (logprob, rank) in enumerate(zip(scores.logprobs.tolist(), scores.ranks.tolist(), strict=True)):
+        token_id = job.prompt_ids[scores.start + at]
+        raw = tokenizer.token_bytes(token_id)
+        if positions and (size + _POSITION_BYTES + len(raw) > message_bytes or len(positions) == _SCORES_A_MESSAGE):
+            yield inference_pb2.PromptLogprobs(start=start, positions=positions)
+            start, positions, size = scores.start + at, [], 0
+        size += _POSITION_BYTES + len(raw)
+        token = inference_pb2.TokenLogprob(token_id=token_id, logprob=logprob, rank=rank, raw=raw)
+        positions.append(inference_pb2.PositionLogprobs(token=token))
+    yield inference_pb2.PromptLogprobs(start=start, positions=positions)
 
 
 def choice(index: int, delta: Delta, tokenizer: TextTokenizer) -> inference_pb2.Choice:
@@ -103,6 +130,8 @@ class Fold(Generic[R]):
         """Takes the next message of the stream."""
         if message.HasField("prompt"):
             self._folded.prompt.CopyFrom(message.prompt)
+        if message.HasField("prompt_logprobs"):  # in order, from position 0
+            self._folded.prompt_logprobs.positions.extend(message.prompt_logprobs.positions)
         if message.HasField("usage"):
             self._folded.usage.CopyFrom(message.usage)
         self._add_choices(message.choices)

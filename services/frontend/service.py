@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
+import numpy as np
 from google.protobuf.message import Message
 from triptych.inference.v1 import inference_pb2, inference_pb2_grpc
 
@@ -19,7 +20,7 @@ from services.frontend import responses, sizes
 from services.frontend.answer import Answer
 from services.frontend.calls import Calls
 from services.frontend.door import DOOR
-from services.frontend.engine import Submission
+from services.frontend.engine import Scores, Submission
 from services.frontend.engine_client import EngineClient
 from services.frontend.engine_request import EngineRequest
 from services.frontend.intake import Intake
@@ -41,6 +42,13 @@ Write: TypeAlias = Callable[[Any], Coroutine[Any, Any, None]]
 Send: TypeAlias = Callable[[list[tuple[int, Delta]]], Coroutine[Any, Any, None]]
 """Deltas to the client by choice, in one message; none of them, none."""
 
+Tell: TypeAlias = Callable[[Scores], Coroutine[Any, Any, None]]
+"""Prompt logprobs to the client, in as many messages as it takes."""
+
+MAX_SCORES_BYTES = 64 * 1024
+"""Of one message of prompt logprobs."""
+NOTHING_TO_SCORE = Scores(1, np.zeros(0, np.float32), np.zeros(0, np.uint32))
+
 log = logging.getLogger(__name__)
 
 
@@ -53,6 +61,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._calls = calls
         self._limits = limits
         self._intake = Intake(model, limits)
+        self._scores_bytes = min(MAX_SCORES_BYTES, limits.message_bytes // 2)
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """A text or token-id prompt, continued."""
@@ -165,12 +174,18 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                     tokenizer = self._model.tokenizer
                     await write(response(choices=[responses.choice(i, delta, tokenizer) for i, delta in deltas]))
 
-            await write(response(prompt=responses.prompt_info(job)))
-            if job.max_tokens == 0:
-                await send(answer.nothing())
-            else:
+            async def tell(scores: Scores) -> None:
+                for piece in responses.prompt_logprobs(job, scores, self._model.tokenizer, self._scores_bytes):
+                    await write(response(prompt_logprobs=piece))
+
+            await write(response(prompt=self._prompt_info(job)))
+            if job.options.prompt_logprobs is not None and len(job.prompt_ids) == 1:
+                await tell(NOTHING_TO_SCORE)
+            if job.asks_engine:
                 submission = await _submission(job, tenant, context)
-                await self._run(job, answer, self._engine.submit(submission, answer), send, request_id, context)
+                await self._run(job, answer, self._engine.submit(submission, answer), send, tell, request_id, context)
+            else:
+                await send(answer.nothing())
             await write(response(usage=responses.usage(job, answer.completion_tokens, answer.cached_tokens)))
             log.debug(
                 "request %s (label %r): %d prompt tokens, %d output tokens, stopped by %s",
@@ -181,8 +196,21 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 ", ".join(answer.stopped),
             )
 
+    def _prompt_info(self, job: Job) -> inference_pb2.PromptInfo:
+        info = responses.prompt_info(job)
+        if job.options.echo:
+            sizes.check_answer(info, self._limits, "leave out echo, or raise --max-message-bytes")
+        return info
+
     async def _run(
-        self, job: Job, answer: Answer, request: EngineRequest, send: Send, request_id: str, context: Context
+        self,
+        job: Job,
+        answer: Answer,
+        request: EngineRequest,
+        send: Send,
+        tell: Tell,
+        request_id: str,
+        context: Context,
     ) -> None:
         """From the engine to the client, until every choice has stopped. A choice that fails ends the call."""
         # A call that is cancelled while a slow client holds up a message may stay where it is: the callback is what
@@ -190,7 +218,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         context.add_done_callback(lambda _: request.close())
         try:
             while not answer.done:
-                await send(await answer.take())
+                deltas = await answer.take()
+                for scores in answer.take_scores():
+                    await tell(scores)
+                await send(deltas)
         except RequestError as error:
             if error.code is grpc.StatusCode.INTERNAL:
                 log.error("request %s (label %r): %s", request_id, job.options.label, error.message)
@@ -251,7 +282,8 @@ async def _submission(job: Job, tenant: str, context: Context) -> Submission:
         logprobs=job.options.logprobs,
         arrived_unix_ns=time.time_ns(),
         timeout_ms=None if remaining_s is None else int(remaining_s * 1000),
-        num_choices=job.options.n,
+        num_choices=job.options.n if job.max_tokens else 1,  # a prompt is scored once
+        prompt_logprobs=job.options.prompt_logprobs,
         priority=job.options.priority,
         tenant=tenant,
         digests=digests,

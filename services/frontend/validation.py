@@ -48,6 +48,8 @@ def read_options(
         ignore_eos=options.ignore_eos,
         include_stop_string=options.include_stop_string,
         logprobs=options.logprobs if options.HasField("logprobs") else None,
+        prompt_logprobs=options.prompt_logprobs if options.HasField("prompt_logprobs") else None,
+        echo=options.echo,
         skip_special_tokens=options.skip_special_tokens if options.HasField("skip_special_tokens") else True,
         hold=_read_hold(options, limits, path),
         priority=_read_priority(options.priority, f"{path}.priority"),
@@ -102,6 +104,16 @@ def check_fits(options: Options, *, prompt_tokens: int, context_tokens: int, pro
             f"the prompt has {prompt_tokens} tokens (max_tokens {wanted}), the context holds {context_tokens}; "
             f"shorten it, or {_LONGER}",
             "PROMPT_TOO_LONG",
+        )
+
+
+def check_scored(options: Options, *, prompt_tokens: int, limits: Limits, path: str = "options") -> None:
+    """Raises INVALID_ARGUMENT where logprobs of more prompt ids are asked for than a request may."""
+    if options.prompt_logprobs is not None and prompt_tokens > limits.scored_tokens:
+        raise invalid(
+            f"{path}.prompt_logprobs",
+            f"is for a prompt of at most {limits.scored_tokens} tokens (max_scored_tokens), this one has "
+            f"{prompt_tokens}; score it in parts",
         )
 
 
@@ -160,12 +172,11 @@ def _check_counts(options: inference_pb2.Options, limits: Limits, path: str) -> 
         raise invalid(f"{path}.n", "is 0; at least one choice is returned")
     if options.n > limits.choices:
         raise invalid(f"{path}.n", f"is {options.n}, at most {limits.choices} are taken (max_choices)")
-    if options.logprobs > limits.logprobs:
-        raise invalid(f"{path}.logprobs", f"is {options.logprobs}, at most {limits.logprobs} are taken (max_logprobs)")
-    if options.logprobs > SERVED_LOGPROBS:
-        raise unserved(
-            f"{path}.logprobs", f"is {options.logprobs}; alternatives are not served yet, 0 gives each id's own"
-        )
+    for name in ("logprobs", "prompt_logprobs"):
+        if (wanted := getattr(options, name)) > limits.logprobs:
+            raise invalid(f"{path}.{name}", f"is {wanted}, at most {limits.logprobs} are taken (max_logprobs)")
+        if wanted > SERVED_LOGPROBS:
+            raise unserved(f"{path}.{name}", f"is {wanted}; alternatives are not served yet, 0 gives each id's own")
 
 
 def _check_engines_choices(n: int, max_choices: int, path: str) -> None:

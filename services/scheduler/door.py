@@ -40,6 +40,7 @@ _DOOR = Door(
                 "min_tokens",
                 "stop_ids",
                 "logprobs",
+                "prompt_logprobs",
                 "priority",
                 "tenant",
                 "arrived_unix_ns",
@@ -50,13 +51,14 @@ _DOOR = Door(
         "triptych.engine.v1.FrontendHello": frozenset(
             {"min_version", "max_version", "features", "frontend_id", "tokenizer_hash"}
         ),
+        "triptych.engine.v1.Fragment": frozenset({"request_id", "total_bytes", "data"}),
         "triptych.engine.v1.Abort": frozenset({"request_ids"}),
         "triptych.engine.v1.Ping": frozenset({"sent_unix_ns"}),
     }
 )
 
 
-def check(message: engine_pb2.FrontendHello | engine_pb2.Ping) -> None:
+def check(message: engine_pb2.FrontendHello | engine_pb2.Ping | engine_pb2.Fragment) -> None:
     """Raises RequestError(UNIMPLEMENTED) for a field that is not served."""
     _DOOR.check(message)
 
@@ -85,6 +87,8 @@ def read_submit(
         raise invalid("num_choices", f"is {submit.num_choices}, the limit is --max-choices {max_choices}")
     if submit.HasField("logprobs") and submit.logprobs > 0:
         raise unserved("logprobs", f"of {submit.logprobs} is not served yet, only 0: the id's own")
+    if submit.HasField("prompt_logprobs") and submit.prompt_logprobs > 0:
+        raise unserved("prompt_logprobs", f"of {submit.prompt_logprobs} is not served yet, only 0: the id's own")
     if submit.min_tokens > submit.max_tokens:
         raise invalid("min_tokens", f"is {submit.min_tokens}, more than max_tokens {submit.max_tokens}")
     _check_sampling(submit.sampling, text_vocab_size)
@@ -107,6 +111,7 @@ def read_submit(
         more_seeds=tuple(derived_seed(submit.seed, choice) for choice in range(1, submit.num_choices)),
         sampling=submit.sampling,
         logprobs=submit.logprobs if submit.HasField("logprobs") else None,
+        prompt_logprobs=submit.prompt_logprobs if submit.HasField("prompt_logprobs") else None,
         deadline_ns=_deadline_ns(submit, now_ns),
         priority=submit.priority,
         tenant=submit.tenant,
@@ -117,10 +122,16 @@ def read_submit(
 
 def read_abort(abort: engine_pb2.Abort, frontend: int) -> list[RequestKey]:
     """The requests to end. Raises RequestError(INVALID_ARGUMENT) for a column of the wrong width."""
+    return [RequestKey(frontend, request_id) for request_id in read_abort_ids(abort)]
+
+
+def read_abort_ids(abort: engine_pb2.Abort) -> list[int]:
+    """The frontend's own numbers of them. Raises as `read_abort`."""
     _DOOR.check(abort)
     if len(abort.request_ids) % 8:
         raise invalid("abort.request_ids", f"has {len(abort.request_ids)} bytes; a column of uint64 has 8 an id")
-    return [RequestKey(frontend, request_id) for request_id in np.frombuffer(abort.request_ids, "<u8").tolist()]
+    ids: list[int] = np.frombuffer(abort.request_ids, "<u8").tolist()
+    return ids
 
 
 def _check_digests(submit: engine_pb2.Submit, full_blocks: int, block_tokens: int) -> None:

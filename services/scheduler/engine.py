@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from triptych.engine.v1 import engine_pb2
 
-from services.common.digests import chained_digest
+from services.common.digests import DIGEST_BYTES, chained_digest
 from services.common.errors import RequestError, StartError, unavailable
 from services.scheduler import door, outputs, self_test
 from services.scheduler.clock import now_ns
@@ -50,6 +50,9 @@ _NORMAL_WAIT_S = 30.0
 """An executor takes so long to start; later than that, waiting for it is worth an alert."""
 
 _STAND_BY_INTERVAL_S = 1.0
+
+SUBMIT_BYTES = 1024 * 1024
+"""Of a Submit beside its prompt: far more than stop ids and biases can come to."""
 
 
 class Engine:
@@ -153,6 +156,12 @@ class Engine:
     def cached_blocks(self) -> list[Stored]:
         """All that the prefix cache can find now."""
         return self._core.cached() if self._core is not None else []
+
+    def max_submit_bytes(self) -> int:
+        """What a Submit that fits the context can come to, encoded. Raises RequestError where none is taken now."""
+        limits = self._accepting().limits
+        blocks = -(-limits.context_tokens // limits.block_tokens)
+        return 4 * limits.context_tokens + DIGEST_BYTES * blocks + SUBMIT_BYTES
 
     def _accepting(self) -> Scheduler:
         if self._draining:

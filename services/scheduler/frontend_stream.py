@@ -13,6 +13,7 @@ from services.common.contract import PROTOCOL_VERSION
 from services.common.errors import RequestError, invalid, unserved
 from services.scheduler import door
 from services.scheduler.engine import Engine
+from services.scheduler.fragments import HalfSent
 from services.scheduler.outbox import MAX_PENDING_BYTES, Outbox
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ class FrontendStream:
         self._engine = engine
         self._outbox = Outbox(max_pending_bytes)
         self._number: int | None = None
+        self._half_sent = HalfSent()
 
     async def serve(
         self, messages: AsyncIterator[engine_pb2.AttachRequest]
@@ -65,23 +67,42 @@ class FrontendStream:
         assert self._number is not None
         kind = message.WhichOneof("message")
         if kind == "submit":
-            self._engine.submit(self._number, message.submit)
+            self._submit(message.submit)
         elif kind == "abort":
             self._engine.abort(self._number, message.abort)
+            self._half_sent.drop(door.read_abort_ids(message.abort))
         elif kind == "ping":
             door.check(message.ping)
             self._outbox.put_heartbeat(self._engine.heartbeat(message.ping.sent_unix_ns))
         elif kind == "fragment":
-            self._refuse_fragment(message.fragment)
+            self._take_fragment(message.fragment)
         elif kind == "hello":
             raise invalid("hello", "comes once, as the first message", "PROTOCOL")
         else:
             raise unserved("message", "is of a kind that this scheduler does not know")
 
-    def _refuse_fragment(self, fragment: engine_pb2.Fragment) -> None:
-        if fragment.total_bytes:  # its first piece; the rest is the same request
-            assert self._number is not None
-            self._engine.refuse(self._number, fragment.request_id, unserved("fragment"))
+    def _submit(self, submit: engine_pb2.Submit) -> None:
+        assert self._number is not None
+        try:
+            self._half_sent.refuse_whole(submit.request_id)
+        except RequestError as error:
+            self._engine.refuse(self._number, submit.request_id, error)
+        else:
+            self._engine.submit(self._number, submit)
+
+    def _take_fragment(self, fragment: engine_pb2.Fragment) -> None:
+        assert self._number is not None
+        if not fragment.total_bytes and fragment.request_id not in self._half_sent:
+            return  # aborted or refused already
+        try:
+            door.check(fragment)
+            submit = self._half_sent.add(fragment, self._engine.max_submit_bytes)
+        except RequestError as error:
+            self._half_sent.drop([fragment.request_id])
+            self._engine.refuse(self._number, fragment.request_id, error)
+        else:
+            if submit is not None:
+                self._engine.submit(self._number, submit)
 
     def _check_hello(self, hello: engine_pb2.FrontendHello) -> None:
         door.check(hello)

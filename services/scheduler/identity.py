@@ -14,10 +14,10 @@ from triptych.executor.v1 import executor_pb2
 from services.common import checkpoint
 from services.common.contract import PROTOCOL_VERSION
 from services.common.errors import StartError
-from services.common.server import MAX_MESSAGE_BYTES
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.core.limits import Limits
 from services.scheduler.executor_link import ExecutorFacts
+from services.scheduler.fragments import FRAGMENT_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ class Model:
             pool_tokens=limits.pool_tokens,
             max_choices=self.config.max_choices,
             max_logprobs=0,
-            fragment_bytes=MAX_MESSAGE_BYTES,
+            fragment_bytes=FRAGMENT_BYTES,
         )
 
     def blocks_of_later_epoch(self, facts: ExecutorFacts, first: Limits) -> int:

@@ -9,7 +9,7 @@ import grpc
 from triptych.engine.v1 import engine_pb2
 
 from services.common.errors import RequestError
-from services.scheduler.outputs import Outputs, encode, merge
+from services.scheduler.outputs import Outputs, cut, encode, merge
 
 MAX_PENDING_BYTES = 4 * 1024 * 1024
 """Of outputs that a frontend has not taken: about a million ids."""
@@ -63,9 +63,11 @@ class Outbox:
         """Merged with what waits. Over the limit the outbox closes itself: the frontend reads too slowly."""
         if self._closed:
             return
+        waiting_bytes = self._pending_bytes
         self._outputs.append(outputs)
         self._pending_bytes += outputs.size_bytes
-        if self._pending_bytes > self._max_pending_bytes:
+        # What one step alone makes, the prompt logprobs of a large chunk perhaps, is no fault of the reader's.
+        if waiting_bytes and self._pending_bytes > self._max_pending_bytes:
             limit = self._max_pending_bytes
             self._close_slow(f"{self._pending_bytes} bytes of outputs wait for it, the limit is {limit}")
         self._wake.set()
@@ -102,8 +104,10 @@ class Outbox:
             heartbeat, self._heartbeat = self._heartbeat, None
             return engine_pb2.AttachResponse(heartbeat=heartbeat)
         if self._outputs:
-            pending, self._outputs, self._pending_bytes = self._outputs, [], 0
-            return encode(merge(pending))
+            taken, rest = cut(merge(self._outputs))
+            self._outputs = [] if rest is None else [rest]
+            self._pending_bytes = 0 if rest is None else rest.size_bytes
+            return encode(taken)
         return None
 
     def _close_slow(self, what: str) -> None:

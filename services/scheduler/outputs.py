@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import grpc
 import numpy as np
@@ -12,7 +12,7 @@ from triptych.inference.v1 import generation_pb2
 
 from services.common.errors import RequestError
 from services.scheduler.core.request import Failure, FailureKind, FinishReason
-from services.scheduler.core.step import Finished, Started, Updates
+from services.scheduler.core.step import Finished, Scores, Started, Updates
 from services.scheduler.plan_codec import OwnLogprobs, column
 
 _STATUS = {
@@ -32,6 +32,14 @@ _REASON = {
 }
 
 
+SCORES_A_MESSAGE = 32 * 1024
+"""Positions whose prompt logprobs one message holds at most: 256 KB. A step may make more, and a slow frontend lets
+several steps merge."""
+
+_SCORES_BYTES = 24
+"""Around the columns of one request."""
+
+
 @dataclass
 class Outputs:
     """One frontend's share of a step, or of several. `places`, `logprobs` and `ranks` are columns over some ids."""
@@ -43,6 +51,7 @@ class Outputs:
     places: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
+    scores: list[tuple[int, Scores]] = field(default_factory=list)  # (request id, of prompt ids)
     started: list[engine_pb2.Started] = field(default_factory=list)
     finished: list[engine_pb2.Finished] = field(default_factory=list)
     failed: list[engine_pb2.Failed] = field(default_factory=list)
@@ -51,6 +60,7 @@ class Outputs:
     def size_bytes(self) -> int:
         """Roughly what it takes on the wire."""
         columns = 12 * len(self.request_ids) + 4 * len(self.token_ids) + 12 * len(self.places)
+        columns += sum(_SCORES_BYTES + 8 * len(scores.logprobs) for _, scores in self.scores)
         events = 40 * len(self.started) + 30 * len(self.finished)
         return columns + events + sum(40 + len(failed.message) for failed in self.failed)
 
@@ -90,6 +100,8 @@ def split(
                 mine.ranks.append(own[1])
             mine.token_ids.append(updates.token_ids[i])
         at += count
+    for key, scores in updates.scores:
+        share(key.frontend).scores.append((key.request_id, scores))
     for started in updates.started:
         share(started.key.frontend).started.append(_started(started))
     for finished in updates.finished:
@@ -116,6 +128,7 @@ def merge(shares: Sequence[Outputs]) -> Outputs:
                 mark += 1
             mine += share.token_ids[at : at + count]
             at += count
+        merged.scores += share.scores
         merged.started += share.started
         merged.finished += share.finished
         merged.failed += share.failed
@@ -130,6 +143,21 @@ def merge(shares: Sequence[Outputs]) -> Outputs:
     return merged
 
 
+def cut(outputs: Outputs, max_positions: int = SCORES_A_MESSAGE) -> tuple[Outputs, Outputs | None]:
+    """What fits the next message, and the rest, None where all fits. Prompt logprobs go first, as they came."""
+    if sum(len(scores.logprobs) for _, scores in outputs.scores) <= max_positions:
+        return outputs, None
+    first, rest, room = Outputs(outputs.step), [], max_positions
+    for request_id, scores in outputs.scores:
+        taken = min(room, len(scores.logprobs))
+        room -= taken
+        if taken:
+            first.scores.append((request_id, scores.until(scores.start + taken)))
+        if taken < len(scores.logprobs):
+            rest.append((request_id, scores.since(scores.start + taken)))
+    return first, replace(outputs, scores=rest)
+
+
 def encode(outputs: Outputs) -> engine_pb2.AttachResponse:
     """The message of the engine contract."""
     all_one = len(outputs.token_ids) == len(outputs.request_ids)
@@ -138,6 +166,7 @@ def encode(outputs: Outputs) -> engine_pb2.AttachResponse:
         request_ids=column(outputs.request_ids, "<u8"),
         token_counts=b"" if all_one else column(outputs.counts),
         token_ids=column(outputs.token_ids),
+        prompt_logprobs=[_scores(request_id, scores) for request_id, scores in outputs.scores],
         started=outputs.started,
         finished=outputs.finished,
         failed=outputs.failed,
@@ -152,6 +181,16 @@ def encode(outputs: Outputs) -> engine_pb2.AttachResponse:
             )
         )
     return engine_pb2.AttachResponse(outputs=message)
+
+
+def _scores(request_id: int, scores: Scores) -> engine_pb2.PromptLogprobs:
+    return engine_pb2.PromptLogprobs(
+        request_id=request_id,
+        start=scores.start,
+        logprobs=generation_pb2.LogprobColumns(
+            logprobs=scores.logprobs.astype("<f4").tobytes(), ranks=scores.ranks.astype("<u4").tobytes()
+        ),
+    )
 
 
 def _started(started: Started) -> engine_pb2.Started:

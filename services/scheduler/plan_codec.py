@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from triptych.executor.v1 import executor_pb2
 
-from services.scheduler.core.step import ResultError, Start, StepPlan, StepResult
+from services.scheduler.core.step import ResultError, Scores, Start, StepPlan, StepResult
 
 BASE_DEADLINE_MS = 30_000
 DEADLINE_MS_PER_TOKEN = 200
@@ -61,6 +61,8 @@ def _encode_start(start: Start) -> executor_pb2.NewRequest:
     )
     if submission.logprobs is not None:
         message.logprobs = submission.logprobs
+    if start.is_scored and submission.prompt_logprobs is not None:
+        message.prompt_logprobs = submission.prompt_logprobs
     return message
 
 
@@ -76,6 +78,7 @@ def decode_result(message: executor_pb2.StepResult, rows: int) -> tuple[StepResu
         token_counts=[1] * (rows - len(counts)) + counts.tolist(),
         token_ids=token_ids.tolist(),
         failed=failed,
+        scores=_decode_scores(message),
     )
     return result, _decode_logprobs(message, len(token_ids))
 
@@ -93,6 +96,20 @@ def _decode_logprobs(message: executor_pb2.StepResult, num_ids: int) -> OwnLogpr
     if len(places) and int(places.max()) >= num_ids:
         raise ResultError(f"step {message.step}: a logprob for id {int(places.max())} of {num_ids}")
     return OwnLogprobs(places, logprobs, ranks)
+
+
+def _decode_scores(message: executor_pb2.StepResult) -> dict[int, Scores]:
+    scores = {}
+    for told in message.prompt_logprobs:
+        logprobs = _numbers("prompt_logprobs.logprobs", told.logprobs.logprobs).view("<f4")
+        ranks = _numbers("prompt_logprobs.ranks", told.logprobs.ranks)
+        if told.slot in scores or len(logprobs) != len(ranks) or told.logprobs.places:
+            raise ResultError(
+                f"step {message.step}: prompt logprobs of slot {told.slot} come twice, or with places, or "
+                f"{len(logprobs)} logprobs have {len(ranks)} ranks"
+            )
+        scores[told.slot] = Scores(told.start, logprobs, ranks)
+    return scores
 
 
 def column(numbers: Iterable[int], dtype: str = "<u4") -> bytes:

@@ -24,7 +24,7 @@ from services.common.server import Server, channel_options, server_options
 from services.frontend import sizes
 from services.frontend.config import FrontendConfig
 from services.frontend.request import Sampling
-from services.frontend.validation import read_options
+from services.frontend.validation import check_scored, read_options
 from tests.frontend.harness import (
     VOCAB_SIZE,
     Served,
@@ -151,7 +151,11 @@ async def test_S8_a_size_at_its_limit_is_served_and_one_more_is_refused_by_field
 HUGE: dict[str, tuple[Callable[[], Message], grpc.StatusCode, str]] = {
     "n": (lambda: Options(n=10**6), grpc.StatusCode.INVALID_ARGUMENT, "options.n"),
     "logprobs": (lambda: Options(logprobs=VOCAB_SIZE), grpc.StatusCode.INVALID_ARGUMENT, "options.logprobs"),
-    "prompt_logprobs": (lambda: Options(prompt_logprobs=0), grpc.StatusCode.UNIMPLEMENTED, "options.prompt_logprobs"),
+    "prompt_logprobs": (
+        lambda: Options(prompt_logprobs=VOCAB_SIZE),
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "options.prompt_logprobs",
+    ),
     "stops": (lambda: Options(stop=["a"] * 10**5), grpc.StatusCode.INVALID_ARGUMENT, "options.stop"),
     "a long stop": (lambda: Options(stop=["a" * 10**6]), grpc.StatusCode.INVALID_ARGUMENT, "options.stop[0]"),
     "stop ids": (
@@ -197,7 +201,7 @@ def assert_small(error: grpc.aio.AioRpcError) -> None:
     assert len(status) * 4 / 3 + 3 * len((error.details() or "").encode()) < 8 * 1024
 
 
-@pytest.mark.parametrize("what", [what for what in HUGE if what != "prompt_logprobs"])
+@pytest.mark.parametrize("what", HUGE)
 def test_S8_nothing_is_allocated_for_options_over_their_limits(what: str) -> None:
     options = HUGE[what][0]()
     limits = FrontendConfig().limits()
@@ -236,6 +240,33 @@ async def test_S8_a_prompt_of_too_many_ids_is_refused_by_their_number_alone(serv
     error = await failure(generate(served.channel, by_ids(ids, greedy())))
     assert fields_at_fault(error) == ["token_ids"] and reason(error) == "PROMPT_TOO_LONG"
     assert "100000 tokens" in (error.details() or "") and "holds 1024" in (error.details() or "")
+
+
+async def test_S8_prompt_logprobs_on_the_longest_prompt_are_capped_before_the_engine_is_asked(model: Path) -> None:
+    async with serving(model, scripted([50]), max_scored_tokens=8) as served:
+        options = greedy(prompt_logprobs=0, max_tokens=0)
+        asks: dict[str, Callable[[int], Any]] = {
+            "options": lambda n: generate(served.channel, by_ids([10] * n, options)),
+            "request.options": lambda n: served.stub.GenerateUnary(
+                inference_pb2.GenerateUnaryRequest(request=by_text("1" * n, options))
+            ),
+        }
+        for path, ask in asks.items():
+            await ask(8)
+            submits = len(served.engine.submits)
+            for length in (9, 1024):
+                error = await failure(ask(length))
+                assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+                assert fields_at_fault(error) == [f"{path}.prompt_logprobs"]
+                assert f"at most 8 tokens (max_scored_tokens), this one has {length}" in (error.details() or "")
+            assert len(served.engine.submits) == submits
+        assert (await generate(served.channel, by_ids([10] * 9, greedy(max_tokens=1)))).ids == [50]  # unscored: no cap
+
+
+def test_S8_no_id_of_a_prompt_too_long_to_be_scored_is_read() -> None:
+    ids, limits = [1] * 10**6, FrontendConfig().limits()
+    options = read_options(Options(prompt_logprobs=0), defaults=Sampling(), limits=limits, vocab_size=VOCAB_SIZE)
+    assert peak_bytes(lambda: check_scored(options, prompt_tokens=len(ids), limits=limits)) < 64 * 1024
 
 
 async def test_S8_every_limit_is_told_under_its_configuration_key(served: Served) -> None:
@@ -326,6 +357,32 @@ async def test_G6_an_answer_that_is_no_message_any_more_says_so_and_what_to_do(m
             assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and reason(error) == "ANSWER_TOO_LARGE"
             assert "at most 4096 (max_message_bytes)" in (error.details() or "") and advice in (error.details() or "")
         assert len((await generate(served.channel, request)).ids) == 6000
+
+
+async def test_G6_prompt_logprobs_of_8k_tokens_come_in_messages_under_the_limit_and_fold_into_none(model: Path) -> None:
+    length = 8192
+    limit = 64 * 1024
+    async with serving(
+        model, scripted([50], context_tokens=length), max_message_bytes=limit, max_prompt_bytes=1000
+    ) as s:
+        request = by_ids([10] * length, greedy(prompt_logprobs=0, max_tokens=0))
+        answer = await generate(s.channel, request)
+        told = [m.prompt_logprobs for m in answer.messages if m.HasField("prompt_logprobs")]
+        assert sum(len(piece.positions) for piece in told) == length
+        assert len(told) > 1 and max(m.ByteSize() for m in answer.messages) <= limit // 2
+        error = await failure(s.stub.GenerateUnary(inference_pb2.GenerateUnaryRequest(request=request)))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and reason(error) == "ANSWER_TOO_LARGE"
+        assert f"at most {limit} (max_message_bytes); use Generate" in (error.details() or "")
+        assert len(s.engine.submits) == 2 and s.engine.num_running == 0
+
+
+async def test_G6_an_echo_that_is_no_message_any_more_says_so_and_asks_no_engine(model: Path) -> None:
+    async with serving(model, scripted([50]), max_message_bytes=4096, max_prompt_bytes=1000) as served:
+        # 1,000 ids of two bytes fit the request; with the text that they stand for they are too many for the answer.
+        ids = [400] * 1000
+        error = await failure(generate(served.channel, by_ids(ids, greedy(echo=True, max_tokens=1))))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and reason(error) == "ANSWER_TOO_LARGE"
+        assert "leave out echo" in (error.details() or "") and served.engine.submits == []
 
 
 async def worst_health_s(address: str, call: Callable[[grpc.aio.Channel], Any]) -> float:

@@ -181,6 +181,31 @@ async def test_every_option_reaches_the_server_also_with_a_zero_value(served: tu
     assert options.HasField("logprobs")
 
 
+async def test_prompt_logprobs_of_several_messages_are_there_with_the_first_delta(
+    served: tuple[Scripted, Client],
+) -> None:
+    scripted, client = served
+    tokens = [pb.TokenLogprob(token_id=i, logprob=-i / 2, rank=i, raw=b"x") for i in (1, 2)]
+    told = [pb.PositionLogprobs(), *(pb.PositionLogprobs(token=token) for token in tokens)]
+    scripted.messages = [
+        pb.GenerateResponse(prompt=pb.PromptInfo(prompt_tokens=3, text="abc", token_ids=[0, 1, 2])),
+        pb.GenerateResponse(prompt_logprobs=pb.PromptLogprobs(start=0, positions=told[:2])),
+        pb.GenerateResponse(prompt_logprobs=pb.PromptLogprobs(start=2, positions=told[2:])),
+        pb.GenerateResponse(choices=[pb.Choice(finish=pb.Finish(reason=generation_pb2.FINISH_REASON_LENGTH))]),
+        pb.GenerateResponse(usage=pb.Usage(prompt_tokens=3)),
+    ]
+    stream = client.generate("abc", prompt_logprobs=0, max_tokens=0, echo=True)
+    await anext(stream)
+    assert [entry.token and (entry.token.token_id, entry.token.logprob) for entry in stream.prompt_logprobs] == [
+        None,
+        (1, -0.5),
+        (2, -1.0),
+    ]
+    assert stream.prompt is not None and (stream.prompt.text, stream.prompt.token_ids) == ("abc", (0, 1, 2))
+    whole = await client.generate("abc", prompt_logprobs=0, max_tokens=0).collect()
+    assert whole.prompt_logprobs == stream.prompt_logprobs and whole.text == ""
+
+
 async def test_options_left_out_or_none_stay_unset(served: tuple[Scripted, Client]) -> None:
     scripted, client = served
     scripted.answer = pb.GenerateUnaryResponse(response=pb.GenerateResponse(choices=[pb.Choice()]))

@@ -177,6 +177,9 @@ class Request:
     stop_id: int | None = None
     pending: int = 0
     overran: int = 0
+    is_scored: bool = False
+    scores: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """(logprob, rank) of prompt ids by position"""
 
     @property
     def ids(self) -> list[int]:
@@ -190,6 +193,14 @@ class Request:
     def to_compute(self) -> int:
         """The last id allowed is never computed."""
         return min(len(self.ids) + self.pending, len(self.prompt) + self.max_new - 1) - self.computed
+
+    def take_scores(self, entry: pb.PromptLogprobs) -> None:
+        """What is computed again after a preemption is scored again, to nearly the same."""
+        logprobs = np.frombuffer(entry.logprobs.logprobs, dtype="<f4").tolist()
+        assert self.is_scored and entry.start == self.computed + 1 and entry.logprobs.places == b""
+        for position, score in enumerate(zip(logprobs, read(entry.logprobs.ranks), strict=True), start=entry.start):
+            before = self.scores.setdefault(position, score)
+            assert abs(before[0] - score[0]) < 1e-3
 
 
 class MiniScheduler:
@@ -296,11 +307,15 @@ class MiniScheduler:
             block_ids=[column(*request.blocks)],
             sampling=request.sampling,
             seed=request.seed,
+            prompt_logprobs=0 if request.is_scored else None,
         )
 
     def _apply(self, rows: list[tuple[Request, int, bool]], result: pb.StepResult) -> None:
         tail, ids = read(result.token_counts), read(result.token_ids)
         counts = [1] * (len(rows) - len(tail)) + tail
+        for entry in result.prompt_logprobs:
+            (request,) = [request for request, slot, _ in rows if slot == entry.slot]
+            request.take_scores(entry)
         for (request, slot, samples), count in zip(rows, counts, strict=True):
             assert count == samples, "a row samples just when it reaches its end"
             if not count:

@@ -124,7 +124,7 @@ BAD_PLANS = {
     "masks rows": ({"slots": column(1), "masked_slots": column(1)}, "masked_slots"),
     "forces ids": ({"slots": column(1), "forced_ids": column(1, 5)}, "forced_ids"),
     "traces": ({"slots": column(1), "traceparent": "00-1-2-01"}, "traceparent"),
-    "asks for prompt logprobs": ({"started": [started(2, prompt_logprobs=0)]}, "plan.started[0].prompt_logprobs"),
+    "asks for alternatives to prompt ids": ({"started": [started(2, prompt_logprobs=1)]}, "prompt_logprobs = 1"),
     "asks for alternatives": ({"started": [started(2, logprobs=1)]}, "logprobs"),
     "allows ids": (
         {"started": [started(2, sampling=generation_pb2.Sampling(allowed_token_ids=[5]))]},

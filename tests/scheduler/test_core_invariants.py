@@ -75,6 +75,7 @@ class CoreMachine(RuleBasedStateMachine):
         tenant=st.sampled_from(["", "a", "b"]),
         salt=st.sampled_from(["", "", "s"]),
         common=st.booleans(),
+        scored=st.sampled_from([None, None, 0]),
     )
     def submit(
         self,
@@ -87,11 +88,13 @@ class CoreMachine(RuleBasedStateMachine):
         tenant: str,
         salt: str,
         common: bool,
+        scored: int | None = None,
     ) -> None:
         driver = self.driver
         pool_tokens = driver.limits.pool_tokens
         prompt = 1 + wish[0] % pool_tokens
-        max_tokens = 1 + wish[1] % (pool_tokens - prompt + 2)  # one more than fits, sometimes
+        least = 0 if scored is not None and prompt > 1 and choices == 1 else 1
+        max_tokens = least + wish[1] % (pool_tokens - prompt + 2)  # one more than fits, sometimes
         deadline_ns = None if timeout_ms is None else driver.now_ns + timeout_ms * MS
         waiting = driver.core.num_waiting
         key = driver.submit(
@@ -104,6 +107,7 @@ class CoreMachine(RuleBasedStateMachine):
             priority=priority,
             tenant=tenant,
             salt=salt,
+            prompt_logprobs=scored,
         )
         failure = driver.seen[key].failure
         if prompt + max_tokens > driver.limits.context_tokens:
@@ -218,13 +222,17 @@ def test_K6_the_invariants_hold_over_2000_steps(seed: int) -> None:
             deadline_ns = driver.now_ns + rng.randrange(40) * MS if rng.random() < 0.2 else None
             prompt = rng.randint(1, pool_tokens - 1 if rng.random() < 0.1 else pool_tokens // 4)
             max_tokens = rng.randint(1, min(16, pool_tokens - prompt))
+            scored = 0 if prompt > 1 and rng.random() < 0.3 else None
+            if scored is not None and rng.random() < 0.5:
+                max_tokens = 0
             key = driver.submit(
                 [i % 97 for i in range(prompt)] if rng.random() < 0.3 else prompt,
                 max_tokens=max_tokens,
                 deadline_ns=deadline_ns,
-                choices=rng.choice([1, 1, 1, 3]),
+                choices=1 if max_tokens == 0 else rng.choice([1, 1, 1, 3]),
                 priority=rng.choice([0, 0, 1]),
                 tenant=rng.choice("ab"),
+                prompt_logprobs=scored,
             )
             live += driver.seen[key].submission.choice_keys()
         live = [key for key in live if not driver.seen[key].ended]

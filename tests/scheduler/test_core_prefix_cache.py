@@ -77,10 +77,10 @@ def test_a_request_without_a_root_has_no_part_in_the_cache() -> None:
     assert driver.core.cached_blocks == 0
 
 
-def test_a_request_that_may_not_read_the_cache_still_fills_it() -> None:
+def test_a_prompt_that_is_scored_is_computed_whole_and_still_fills_the_cache() -> None:
     driver = roomy()
-    for reads, hit in ((False, 0), (False, 0), (True, 8)):
-        key = driver.submit(list(range(9)), reads_cache=reads)
+    for scored, hit in ((0, 0), (0, 0), (None, 8)):
+        key = driver.submit(list(range(9)), prompt_logprobs=scored)
         driver.run()
         assert cached_tokens(driver, key) == hit
 

@@ -80,6 +80,7 @@ class Told:
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[tuple[float, int]] = field(default_factory=list)
+    scores: list[tuple[float, int]] = field(default_factory=list)  # of the prompt's ids, from position 1
     started: engine_pb2.Started | None = None
     finished: engine_pb2.Finished | None = None
     failed: engine_pb2.Failed | None = None
@@ -225,6 +226,8 @@ class Frontend:
         assert len(set(request_ids)) == len(request_ids) == len(counts)
         assert sum(counts) == len(token_ids)
         logprobs = _logprobs(outputs, len(token_ids))
+        for entry in outputs.prompt_logprobs:
+            self._take_scores(entry)
         for started in outputs.started:
             told = self._of(started.request_id)
             assert told.started is None and not told.ids
@@ -244,6 +247,14 @@ class Frontend:
             told = self._of(failed.request_id)
             told.failed = failed
             told.done.set()
+
+    def _take_scores(self, entry: engine_pb2.PromptLogprobs) -> None:
+        told = self._of(entry.request_id)
+        assert not told.ids, "prompt logprobs after an id"
+        assert entry.start == len(told.scores) + 1, "a position twice, or one left out"
+        logprobs = np.frombuffer(entry.logprobs.logprobs, dtype="<f4").tolist()
+        ranks = np.frombuffer(entry.logprobs.ranks, dtype="<u4").tolist()
+        told.scores += zip(logprobs, ranks, strict=True)
 
     def _of(self, request_id: int) -> Told:
         told = self.told.setdefault(request_id, Told())

@@ -286,3 +286,25 @@ def check_same_ids(
         print(f"near tie: {told}")
         near_ties += 1
     assert near_ties <= max(1, len(prompts) // STREAMS_A_NEAR_TIE), f"{near_ties} near ties in {len(prompts)} streams"
+
+
+def check_scores(path: Path, prompts: Sequence[Sequence[int]], got: Sequence[Sequence[tuple[float, int]]]) -> None:
+    """Asserts that (logprob, rank) of each prompt's ids from position 1 on are the float64 model's.
+
+    The executor computes in float32, so logprobs agree to 1e-3 and a rank may count another id on either side whose
+    logit is that close to the id's own.
+    """
+    import torch
+
+    for prompt, told in zip(prompts, got, strict=True):
+        assert len(told) == len(prompt) - 1
+        if not told:
+            continue
+        with torch.inference_mode():
+            logits = _model(path.resolve(), "float64")(torch.tensor([list(prompt)])).logits[0, :-1]
+        own = logits.gather(-1, torch.tensor(prompt[1:])[:, None])
+        logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(prompt[1:])[:, None])[:, 0]
+        np.testing.assert_allclose([logprob for logprob, _ in told], logprobs.numpy(), atol=NEAR_TIE, rtol=0)
+        ranks = torch.tensor([rank for _, rank in told])
+        assert (ranks >= 1 + (logits > own + NEAR_TIE).sum(-1)).all()
+        assert (ranks <= (logits > own - NEAR_TIE).sum(-1)).all()

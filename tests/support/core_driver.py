@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from loadtest.stub_batch import Batch, expected_ids
+from loadtest.stub_batch import Batch, expected_ids, own_logprob
 from services.common.digests import chained_digest, prompt_digests, root_digest
 from services.common.philox import derived_seed
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import Failure, RequestKey, Submission
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.core.step import Finished, Started, StepPlan, StepResult, Updates
+from services.scheduler.core.step import Finished, Scores, Started, StepPlan, StepResult, Updates
 from services.scheduler.plan_codec import encode_plan
 
 MS = 1_000_000
@@ -29,6 +29,7 @@ class Seen:
     submission: Submission
     choice: int = 0
     ids: list[int] = field(default_factory=list)
+    scores: list[tuple[float, int]] = field(default_factory=list)  # of the prompt's ids, from position 1
     started: Started | None = None
     finished: Finished | None = None
     failure: Failure | None = None
@@ -181,6 +182,8 @@ class CoreDriver:
     def take(self, updates: Updates) -> None:
         """Keeps what the requests are told; nothing is told of one that has ended."""
         at = 0
+        for key, scores in updates.scores:
+            self._take_scores(self.seen[key], scores)
         for started in updates.started:
             assert self.seen[started.key].started is None
             self.seen[started.key].started = started
@@ -193,11 +196,22 @@ class CoreDriver:
         assert at == len(updates.token_ids) == len(updates.places)
         for finished in updates.finished:
             assert not self.seen[finished.key].ended
-            assert self.seen[finished.key].ids == self.expected(finished.key)
+            seen = self.seen[finished.key]
+            assert seen.ids == self.expected(finished.key)
+            if seen.submission.prompt_logprobs is not None and seen.choice == 0:
+                assert len(seen.scores) == len(seen.submission.prompt_ids) - 1
             self.seen[finished.key].finished = finished
         for failure in updates.failed:
             assert not self.seen[failure.key].ended
             self.seen[failure.key].failure = failure
+
+    def _take_scores(self, seen: Seen, scores: Scores) -> None:
+        """They come before the first id, each position once and in order."""
+        assert not seen.ended and not seen.ids
+        assert scores.start == len(seen.scores) + 1
+        seen.scores += zip(scores.logprobs.tolist(), scores.ranks.tolist(), strict=True)
+        told = seen.submission.prompt_ids[1 : len(seen.scores) + 1].tolist()
+        assert seen.scores == [own_logprob(token_id) for token_id in told]
 
     @property
     def in_flight(self) -> int:
@@ -219,19 +233,26 @@ class CoreDriver:
         return core.num_waiting > 0 and idle and usable
 
     def _execute(self, plan: StepPlan) -> StepResult:
-        counts, ids, failed = [], [], {}
+        counts, ids, failed, scores = [], [], {}, {}
         for row in self.batch.take(encode_plan(plan).plan):
             key = self._slot_keys[row.number]
+            if row.scored:
+                own = [own_logprob(row.slot.ids[position]) for position in row.scored]
+                logprobs, ranks = zip(*own, strict=True)
+                scores[row.number] = Scores(
+                    row.scored.start, np.array(logprobs, dtype=np.float32), np.array(ranks, dtype=np.uint32)
+                )
             if not row.samples:
                 counts.append(0)
             elif key in self.failing or row.slot.failed:
                 self.failing.discard(key)
                 row.slot.fail()
                 failed[row.number] = "BAD_LOGITS"
+                scores.pop(row.number, None)
                 counts.append(0)
             else:
                 token_id = self.batch.next_id(row.slot)
                 row.slot.append(token_id)
                 counts.append(1)
                 ids.append(self.bad_ids.pop(key, token_id))
-        return StepResult(plan.step, counts, ids, failed)
+        return StepResult(plan.step, counts, ids, failed, scores)

@@ -11,7 +11,8 @@ from services.scheduler.core.request import Failure, FailureKind, Submission
 def length_failure(submission: Submission, limits: Limits) -> Failure | None:
     """Of a request that could never run to its end."""
     key, prompt_tokens = submission.key, len(submission.prompt_ids)
-    if prompt_tokens < 1 or submission.max_tokens < 1:
+    only_scored = submission.has_scores and submission.num_choices == 1
+    if prompt_tokens < 1 or (submission.max_tokens < 1 and not only_scored):
         return Failure(key, FailureKind.INVALID, "prompt_ids and max_tokens: a request needs at least 1 of each")
     if prompt_tokens + submission.max_tokens <= limits.context_tokens:
         return None

@@ -18,7 +18,10 @@ class Chunk:
 
 @dataclass
 class Step:
-    """`budget` counts the tokens it may still compute. Rows that compute one token come first, since most do."""
+    """`budget` counts the tokens it may still compute. Rows that compute one token come first, since most do.
+
+    `scored` says of which prompt positions [start, stop) the result must hold logprobs, by slot.
+    """
 
     number: int
     budget: int
@@ -32,6 +35,7 @@ class Step:
     token_counts: list[int] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
     """1 where a row is to sample an id, else 0."""
+    scored: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def add_chunk(self, request: Request, count: int) -> None:
         """`request` computes `count` tokens in it."""
@@ -68,6 +72,8 @@ class Step:
                 self.samples.append(1)
             else:
                 self.samples.append(0)
+            if request.is_scored:
+                self._expect_scores(request, computed - 1)
         for chunk in chunks:
             request = chunk.request
             computed_before += request.num_computed
@@ -75,6 +81,8 @@ class Step:
             request.last_step = number
             self.samples.append(int(request.num_computed == request.num_tokens))
             request.num_tokens += self.samples[-1]
+            if request.is_scored:
+                self._expect_scores(request, request.num_computed - chunk.count)
         self.requests = [*singles, *(chunk.request for chunk in chunks)]
         self.row_slots = [request.slot for request in self.requests]
         self.token_counts = [1] * len(singles) + [chunk.count for chunk in chunks]
@@ -89,6 +97,12 @@ class Step:
             copies=self.copies,
         )
 
+    def _expect_scores(self, request: Request, start: int) -> None:
+        """Computing the tokens from `start` on foretells the ids one position on, as far as they are the prompt's."""
+        last = min(request.num_computed + 1, request.prompt_tokens)
+        if start + 1 < last:
+            self.scored[request.slot] = (start + 1, last)
+
     def check(self, result: StepResult) -> None:
         """Raises ResultError unless `result` answers this step."""
         if result.step != self.number:
@@ -102,9 +116,19 @@ class Step:
             raise ResultError(f"step {self.number}: counts say {counted} ids, there are {len(result.token_ids)}")
         if unknown := set(result.failed) - set(self.row_slots):
             raise ResultError(f"step {self.number}: slots {sorted(unknown)} failed, but have no row in it")
+        if result.scores or self.scored:
+            self._check_scores(result)
         if not result.failed and result.token_counts == self.samples:
             return
         for slot, samples, count in zip(self.row_slots, self.samples, result.token_counts, strict=True):
             expected = 0 if slot in result.failed else samples
             if count != expected:
                 raise ResultError(f"step {self.number}: {count} ids for slot {slot}, the plan asks for {expected}")
+
+    def _check_scores(self, result: StepResult) -> None:
+        expected = {slot: span for slot, span in self.scored.items() if slot not in result.failed}
+        told = {slot: (scores.start, scores.stop) for slot, scores in result.scores.items()}
+        if told != expected:
+            raise ResultError(
+                f"step {self.number}: prompt logprobs of positions {told} by slot, the plan asks for {expected}"
+            )

@@ -31,6 +31,8 @@ class Placement:
 
 def place(request: Request, pool: BlockPool, block_tokens: int) -> Placement | None:
     """How `request` would start now; None while a sibling computes their prompt."""
+    if request.wants_scores:  # of positions that only computing them tells
+        return Placement([], -(-request.num_tokens // block_tokens), 0)
     if not request.output and len(request.siblings) > 1:
         computing = False
         for sibling in request.siblings:
@@ -41,9 +43,7 @@ def place(request: Request, pool: BlockPool, block_tokens: int) -> Placement | N
             computing = True
         if computing:
             return None
-    shared: list[int] = []
-    if request.submission.reads_cache:
-        shared = pool.match(request.digests[: (request.num_tokens - 1) // block_tokens])
+    shared = pool.match(request.digests[: (request.num_tokens - 1) // block_tokens])
     num_blocks = -(-request.num_tokens // block_tokens)
     return Placement(shared, num_blocks - len(shared), len(shared) * block_tokens)
 

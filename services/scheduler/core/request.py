@@ -30,8 +30,9 @@ class Submission:
     Choice i has the key's request_id + i; `seed` is choice 0's, `more_seeds` are the others', uint64. `prompt_ids` is
     uint32 [prompt]; `sampling` crosses the core unread. A stop id counts from output position `min_tokens` on. Lower
     `priority` runs first. `digests` are those of the prompt's full blocks, 32 bytes each, chained to `root_digest`;
-    without a root the request has no part in the prefix cache, and with `reads_cache` false it fills it only. Times are
-    ns of the clock that is passed to the core.
+    without a root the request has no part in the prefix cache. `prompt_logprobs` are told of choice 0 alone, whose
+    prompt is computed whole for them; `max_tokens` 0 is for a prompt that is scored and not continued. Times are ns of
+    the clock that is passed to the core.
     """
 
     key: RequestKey
@@ -42,13 +43,18 @@ class Submission:
     seed: int = 0
     sampling: Any = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     deadline_ns: int | None = None
     more_seeds: tuple[int, ...] = ()
     priority: int = 0
     tenant: str = ""
     root_digest: bytes = b""
     digests: bytes = b""
-    reads_cache: bool = True
+
+    @property
+    def has_scores(self) -> bool:
+        """There are prompt ids whose logprobs are wanted."""
+        return self.prompt_logprobs is not None and len(self.prompt_ids) > 1
 
     @property
     def num_choices(self) -> int:
@@ -96,6 +102,8 @@ class Request:
 
     `num_tokens` counts prompt and output, sampled ids that are still on their way included; `num_computed` counts those
     whose KV is in `blocks` once the steps planned so far are done, `num_stored` those whose step was applied.
+    `next_scored` is the first prompt position whose logprob its owner has not been told; `is_scored` says whether the
+    executor was asked for them when it was last given the request.
     """
 
     __slots__ = (
@@ -105,11 +113,13 @@ class Request:
         "digests",
         "ended",
         "first_token_ns",
+        "is_scored",
         "key",
         "last_computed",
         "last_step",
         "max_tokens",
         "min_tokens",
+        "next_scored",
         "next_stored",
         "num_computed",
         "num_stored",
@@ -159,6 +169,9 @@ class Request:
         """Of full blocks, in order: the prompt's, then those that this choice's output fills."""
         self.next_stored = 0
         """`num_stored` from which the next block is full and can be made findable."""
+        # Nothing comes before the first id that could foretell it.
+        self.next_scored = 1 if submission.has_scores and choice == 0 else self.num_tokens
+        self.is_scored = False
         self.blocks: list[int] = []
         self.slot = NO_SLOT
         self.last_step = NEVER  # the last planned step that has a row of it
@@ -185,6 +198,11 @@ class Request:
     def num_to_compute(self) -> int:
         """Tokens whose KV is still missing."""
         return min(self.num_tokens, self.last_computed) - self.num_computed
+
+    @property
+    def wants_scores(self) -> bool:
+        """Logprobs of prompt ids were asked for, and some have not been told."""
+        return self.next_scored < len(self.submission.prompt_ids)
 
     def token_ids(self) -> npt.NDArray[np.uint32]:
         """Prompt, then output, uint32."""

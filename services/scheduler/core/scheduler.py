@@ -159,7 +159,7 @@ class Scheduler:
             return failure
         digests = self._digests_of(submission)
         num_tokens = len(submission.prompt_ids)
-        if submission.reads_cache:
+        if not submission.has_scores:
             num_tokens -= self.limits.block_tokens * len(self._pool.match(digests))
         failure = gate.queue_failure(
             submission,
@@ -357,6 +357,7 @@ class Scheduler:
         if (copy := self._residents.admit(request, placement)) is not None:
             step.copies.append(copy)
         request.overtaken = 0
+        request.is_scored = request.wants_scores
         if request.scheduled_ns == 0:
             request.scheduled_ns = now_ns
             request.account.served += PROMPT_WEIGHT * request.num_to_compute
@@ -370,12 +371,13 @@ class Scheduler:
                 token_ids=request.token_ids(),
                 block_ids=request.blocks.copy(),
                 num_computed=placement.num_computed,
+                is_scored=request.is_scored,
             )
         )
         step.add_chunk(request, self._chunk(request, step.budget))
 
     def _count_hits(self, request: Request, placement: Placement) -> None:
-        if self._residents.caches(request) and request.submission.reads_cache and not placement.is_sibling:
+        if self._residents.caches(request) and not request.is_scored and not placement.is_sibling:
             request.cached_tokens = placement.num_computed
             self.prefix_query_tokens += request.prompt_tokens
             self.prefix_hit_tokens += placement.num_computed
@@ -401,6 +403,8 @@ class Scheduler:
         self._in_flight.popleft()
         self._applied_step = step.number
         updates = Updates(step.number)
+        if result.scores:
+            self._take_scores(step, result, now_ns, updates)
         token_ids, place = result.token_ids, 0
         for request, slot, computed, count in zip(
             step.requests, step.row_slots, step.token_counts, result.token_counts, strict=True
@@ -421,6 +425,17 @@ class Scheduler:
         updates.counts = [1] * len(updates.keys)
         self._residents.release_leaving(self._applied_step)
         return updates
+
+    def _take_scores(self, step: Step, result: StepResult, now_ns: int, updates: Updates) -> None:
+        """Passes on what was not told before: what the executor computes again after a preemption, it scores again."""
+        for slot, request in zip(step.row_slots, step.requests, strict=True):
+            scores = result.scores.get(slot)
+            if scores is None or request.ended or scores.stop <= request.next_scored:
+                continue
+            updates.scores.append((request.key, scores.since(request.next_scored)))
+            request.next_scored = scores.stop
+            if request.max_tokens == 0 and not request.wants_scores:
+                self._finish(request, FinishReason.LENGTH, None, now_ns, updates)
 
     def _append(self, request: Request, token_id: int, place: int, now_ns: int, updates: Updates) -> None:
         if token_id >= self.limits.vocab_size or token_id < 0:

@@ -23,7 +23,7 @@ class Start:
     """A request named whole: its first step since it was submitted or preempted.
 
     `token_ids` is uint32 [prompt + output so far]; the KV of the first `num_computed`, at least one fewer, is in the
-    blocks already.
+    blocks already. `is_scored`: the logprobs of its prompt ids are wanted, of all that are computed from here on.
     """
 
     key: RequestKey
@@ -33,6 +33,7 @@ class Start:
     token_ids: npt.NDArray[np.uint32]
     block_ids: list[int]
     num_computed: int = 0
+    is_scored: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,16 +61,42 @@ class StepPlan:
 
 
 @dataclass(frozen=True, eq=False)
+class Scores:
+    """Logprobs (natural, float32 [n]) and ranks (from 1, uint32 [n]) of the prompt ids from position `start` on."""
+
+    start: int
+    logprobs: npt.NDArray[np.float32]
+    ranks: npt.NDArray[np.uint32]
+
+    @property
+    def stop(self) -> int:
+        """The position after the last."""
+        return self.start + len(self.logprobs)
+
+    def since(self, position: int) -> Scores:
+        """Those from `position` on, perhaps none."""
+        skipped = max(0, position - self.start)
+        return Scores(self.start + skipped, self.logprobs[skipped:], self.ranks[skipped:])
+
+    def until(self, position: int) -> Scores:
+        """Those before `position`."""
+        kept = max(0, position - self.start)
+        return Scores(self.start, self.logprobs[:kept], self.ranks[:kept])
+
+
+@dataclass(frozen=True, eq=False)
 class StepResult:
     """The answer to a plan, in the order of its rows: ids sampled a row, all ids one after the other, rows that failed.
 
-    `failed` maps a slot to what the executor says of it.
+    `failed` maps a slot to what the executor says of it, `scores` to the logprobs of the prompt ids that the row's
+    computed tokens foretell.
     """
 
     step: int
     token_counts: list[int]
     token_ids: list[int]
     failed: dict[int, str] = field(default_factory=dict)
+    scores: dict[int, Scores] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -98,7 +125,8 @@ class Finished:
 class Updates:
     """What the owners of requests are told. Columns: `keys[i]` received `counts[i]` ids.
 
-    `token_ids` are all ids one after the other; `places` says where each stood in the result's ids.
+    `token_ids` are all ids one after the other; `places` says where each stood in the result's ids. `scores` come
+    before a request's first id, each position once.
     """
 
     step: int
@@ -106,6 +134,7 @@ class Updates:
     counts: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
+    scores: list[tuple[RequestKey, Scores]] = field(default_factory=list)
     started: list[Started] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
     failed: list[Failure] = field(default_factory=list)

@@ -1,0 +1,65 @@
+"""Log-probabilities of prompt ids, from the hidden states of the tokens before them.
+
+The logits of a whole prompt never exist at once (8,192 rows of 49,152 ids are 1.6 GB): hidden states go through the
+model's head in pieces of at most PIECE_BYTES of float32 logits, whatever requests they belong to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from services.executor.batch import ScoredSpan
+from services.executor.plan import Ids, PromptScores
+from services.executor.sampler import own_logprobs
+
+PIECE_BYTES = 16 << 20
+"""Of float32 logits; their softmax in float64 takes four times as much beside them."""
+
+Head = Callable[[torch.Tensor], torch.Tensor]
+"""Hidden states [rows, hidden] to logits [rows, vocab or more]."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What a step says of prompt ids; a slot whose logits are NaN or +inf anywhere has failed, and no scores."""
+
+    scores: tuple[PromptScores, ...] = ()
+    failed_slots: tuple[int, ...] = ()
+
+
+def score(spans: Sequence[ScoredSpan], hidden: torch.Tensor, head: Head, vocab_size: int) -> Scored:
+    """`hidden` is [tokens, hidden], of the step's flat batch. Ranks count ids below `vocab_size` alone."""
+    tokens = np.concatenate([span.first_token + np.arange(len(span.token_ids)) for span in spans])
+    wanted = np.concatenate([span.token_ids for span in spans])
+    size = piece_rows(vocab_size)
+    pieces = [
+        _score_piece(head(hidden[torch.from_numpy(tokens[at : at + size])])[:, :vocab_size], wanted[at : at + size])
+        for at in range(0, len(tokens), size)
+    ]
+    logprobs, ranks, bad = (np.concatenate(column) for column in zip(*pieces, strict=True))
+    scores, failed, at = [], [], 0
+    for span in spans:
+        stop = at + len(span.token_ids)
+        if bad[at:stop].any():
+            failed.append(span.slot)
+        else:
+            scores.append(PromptScores(span.slot, span.start, logprobs[at:stop], ranks[at:stop]))
+        at = stop
+    return Scored(tuple(scores), tuple(failed))
+
+
+def piece_rows(vocab_size: int) -> int:
+    """Rows whose logits are made at once."""
+    return max(1, PIECE_BYTES // (4 * vocab_size))
+
+
+def _score_piece(
+    logits: torch.Tensor, wanted: np.ndarray[tuple[int], np.dtype[np.int64]]
+) -> tuple[np.ndarray[tuple[int], np.dtype[np.float32]], Ids, np.ndarray[tuple[int], np.dtype[np.bool_]]]:
+    own = logits.float()
+    logprobs, ranks = own_logprobs(own, torch.from_numpy(wanted).to(own.device))
+    return logprobs, ranks, (~own.max(dim=-1).values.isfinite()).cpu().numpy()
