@@ -11,7 +11,6 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 from triptych.inference.v1 import generation_pb2
@@ -68,20 +67,20 @@ class SelfTest:
         self._judge(True)
 
     def begin(self, core: Scheduler, now_ns: int) -> None:
-        """Queues one. It takes no one's place: while it is there, one more request may wait."""
+        """Queues one. It takes no one's place in the queue."""
         key = RequestKey(FRONTEND, next(self._numbers))
         submission = Submission(
             key=key,
             prompt_ids=np.zeros(1, np.uint32),
             max_tokens=1,
             sampling=generation_pb2.Sampling(temperature=0),
+            is_counted=False,
         )
         if (failure := core.submit(submission, now_ns)) is not None:
             log.debug("no self-test: %s", failure.message)
             self._next_s = time.monotonic() + RETRY_S
             return
         self._key, self._began_s = key, time.monotonic()
-        core.limits = replace(core.limits, max_waiting=core.limits.max_waiting + 1)
         self._late = asyncio.get_running_loop().call_later(LIMIT_S, self._judge, False)
 
     def settle(self, core: Scheduler, updates: Updates) -> None:
@@ -89,10 +88,10 @@ class SelfTest:
         if self._key is None:
             return
         if any(finished.key == self._key for finished in updates.finished):
-            self._end(core)
+            self._end()
             log.debug("a self-test took %.3f s", time.monotonic() - self._began_s)
         elif failures := [failure for failure in updates.failed if failure.key == self._key]:
-            self._end(core)
+            self._end()
             self._next_s = time.monotonic() + min(RETRY_S, self._interval_s)
             log.debug("the self-test failed: %s", failures[0].message)
             self._judge(False)
@@ -101,11 +100,10 @@ class SelfTest:
         """Ends the one under way without a verdict."""
         if self._key is not None:
             core.abort(self._key)
-            self._end(core)
+            self._end()
 
-    def _end(self, core: Scheduler) -> None:
+    def _end(self) -> None:
         self._key = None
-        core.limits = replace(core.limits, max_waiting=core.limits.max_waiting - 1)
         if self._late is not None:
             self._late.cancel()
             self._late = None
@@ -113,7 +111,9 @@ class SelfTest:
     def _judge(self, passes: bool) -> None:
         if passes != self.passes:
             self.passes = passes
-            log.debug(
-                "the self-test %s", "passes again" if passes else "fails: generate is NOT_SERVING until it passes"
+            log.log(
+                logging.INFO if passes else logging.WARNING,
+                "the self-test %s",
+                "passes again" if passes else "fails: generate is NOT_SERVING until it passes",
             )
             self._on_change()

@@ -47,7 +47,7 @@ async def test_K5_after_2000_requests_that_finish_abort_and_fail_everything_is_f
     rng = random.Random(5)
     bad = {(seed, seed % 5): 2**31 for seed in range(0, 2000, 11)}
     failed_rows = frozenset((seed, seed % 4) for seed in range(1, 2000, 13))
-    stub = StubExecutor(faults=Faults(bad_ids=bad, failed_rows=failed_rows))
+    stub = StubExecutor(max_in_flight=2, faults=Faults(bad_ids=bad, failed_rows=failed_rows))
     async with bench(model, stub=stub, num_kv_blocks=24, block_size=4, max_num_seqs=16, max_waiting_requests=3000) as b:
         told: dict[int, Told] = {}
         aborted: set[int] = set()
@@ -151,10 +151,11 @@ async def test_C1_cancel_in_the_tick_in_which_it_finishes(model: Path) -> None:
         assert told.finished is None and told.failed is None and len(told.ids) == 1
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(4))
 async def test_C1_cancel_at_any_moment_leaves_one_terminal_event_at_most(model: Path, seed: int) -> None:
     rng = random.Random(seed)
-    async with bench(model, stub=StubExecutor(step_s=0.001), max_num_batched_tokens=16, max_num_seqs=4) as b:
+    stub = StubExecutor(step_s=0.001, max_in_flight=seed % 2 + 1)
+    async with bench(model, stub=stub, max_num_batched_tokens=16, max_num_seqs=4) as b:
         told = []
         for n in range(60):
             told.append(
@@ -183,8 +184,9 @@ async def test_T3_an_id_outside_the_vocabulary_fails_its_request_alone(
             assert caplog.text.count(f"the executor returned id {bad}, the vocabulary has 512") == 1
 
 
-async def test_C2_abort_is_idempotent_and_an_id_may_follow_itself(model: Path) -> None:
-    async with bench(model) as b:
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+async def test_C2_abort_is_idempotent_and_an_id_may_follow_itself(model: Path, max_in_flight: int) -> None:
+    async with bench(model, stub=StubExecutor(max_in_flight=max_in_flight)) as b:
         b.stub.hold()
         await b.frontend.submit([1] * 9, request_id=1, max_tokens=50)
         await b.stub.plan_arrived(1)

@@ -53,6 +53,17 @@ def test_the_end_of_the_thread_is_told() -> None:
     assert ended.wait(10)
 
 
+def test_the_deadline_of_a_job_does_not_run_while_it_waits_behind_another() -> None:
+    """Two jobs of 0.7 s with 1.1 s each: the second is done 1.4 s after it was given."""
+    program = (
+        "import time\nfrom services.executor.steps import StepThread\nsteps = StepThread()\n"
+        "jobs = [steps.submit(lambda: time.sleep(0.7), deadline_s=1.1) for _ in range(2)]\n"
+        "for job in jobs: job.result()\nsteps.close()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2], timeout=60)
+    assert ended.returncode == 0
+
+
 @pytest.mark.parametrize(("sleep_s", "status"), [(30, HUNG_EXIT_STATUS), (0, 0)])
 def test_only_a_job_past_its_deadline_ends_the_process(sleep_s: int, status: int) -> None:
     """The second process lives on well past the deadline that its finished job had."""

@@ -160,7 +160,7 @@ async def test_C1_cancel_with_two_steps_under_way(model: Path) -> None:
 async def test_an_epoch_is_lost_with_both_its_steps(
     model: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_codec, "BASE_DEADLINE_MS", 300)
+    monkeypatch.setattr(plan_codec, "BASE_DEADLINE_MS", 1000)
     monkeypatch.setattr(plan_codec, "DEADLINE_MS_PER_TOKEN", 0)
     monkeypatch.setattr(executor_run, "STEP_SLACK_S", 0.1)
     async with bench(model, stub=pair(faults=faults), max_num_seqs=2) as b:

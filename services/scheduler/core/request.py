@@ -50,6 +50,8 @@ class Submission:
     tenant: str = ""
     root_digest: bytes = b""
     digests: bytes = b""
+    is_counted: bool = True
+    """Whether it takes room in the queue; what the engine asks of itself does not."""
 
     @property
     def has_scores(self) -> bool:

@@ -81,6 +81,7 @@ class Scheduler:
         self._waiting = WaitingQueue(self._tenants)
         self._deadlines = Deadlines()
         self._arrivals = 0
+        self._num_uncounted = 0
         self._next_step = 1
         self._begin_epoch()
 
@@ -164,7 +165,7 @@ class Scheduler:
         failure = gate.queue_failure(
             submission,
             self.limits,
-            startable=self.limits.max_slots - self._slots.num_held,
+            startable=self.limits.max_slots - self._slots.num_held + self._num_uncounted,
             waiting=len(self._waiting),
             waiting_tokens=self._waiting.num_tokens,
             tenant_waiting=self._tenants.num_waiting(submission.tenant),
@@ -173,6 +174,7 @@ class Scheduler:
         if failure is not None:
             return failure
         account = self._tenants.open(submission.tenant, submission.num_choices)
+        self._num_uncounted += not submission.is_counted
         siblings: list[Request] = []
         for choice in range(submission.num_choices):
             request = Request(submission, choice, self._arrivals, now_ns, account, digests.copy(), siblings)
@@ -265,6 +267,7 @@ class Scheduler:
         else:
             self._residents.leave(request, self._applied_step)
         self._tenants.ended(request.account)
+        self._num_uncounted -= not request.submission.is_counted
         if not self._requests:
             self._deadlines.clear()
 
