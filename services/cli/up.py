@@ -36,8 +36,7 @@ def run(argv: Sequence[str]) -> int:
     plan = up_plan.read(argv)
     if plan.prompt is not None:
         client("")  # told now, not after the weights are loaded, when the client package is missing
-    for model in plan.models:
-        provide(model)
+    plan = up_plan.pinned(plan, provide(plan.configs))
     return asyncio.run(_supervise(plan))
 
 

@@ -94,9 +94,9 @@ class Engine:
             return  # cut already; its stream has not noticed
         try:
             core = self._accepting()
-            submission = door.read_submit(
-                submit, number, core.limits.vocab_size, now_ns(), text_vocab_size=self.model.text_vocab_size
-            )
+            vocab_size = core.limits.vocab_size
+            text_vocab_size = self.model.text_vocab_size(vocab_size)
+            submission = door.read_submit(submit, number, vocab_size, now_ns(), text_vocab_size=text_vocab_size)
         except RequestError as error:
             self.refuse(number, submit.request_id, error)
             return
