@@ -46,7 +46,7 @@ def run(model: str, revision: str | None) -> int:
 
 def verify(path: Path) -> list[Check]:
     """All checks of a checkpoint folder, cheap ones first. Files are read for their hashes; no weight is loaded."""
-    checks = [_files(path), _headers(path), _hashes(path)]
+    checks = [check_files(path), check_headers(path), check_hashes(path)]
     checks.append(_asked("text", "frontend", lambda: _text(path)))
     checks.append(_asked("family", "executor", lambda: _family(path)))
     return checks
@@ -59,7 +59,8 @@ def _expected(path: Path) -> list[str]:
     return sorted({*_NEEDED, *optional, *hub.weight_names(path)})
 
 
-def _files(path: Path) -> Check:
+def check_files(path: Path) -> Check:
+    """What must be here, with the bytes that the hub listed."""
     try:
         names = _expected(path)
     except StartError as error:
@@ -75,18 +76,19 @@ def _files(path: Path) -> Check:
     return Check("files", f"{len(names)}, all here", tuple(problems))
 
 
-def _headers(path: Path) -> Check:
+def check_headers(path: Path) -> Check:
     """Every safetensors file by itself, and all of them against the index."""
     try:
         names = hub.weight_names(path)
         places = safetensors_file.index(path / hub.WEIGHT_INDEX) if names != [hub.WEIGHT_FILE] else None
     except StartError as error:
         return Check("headers", "", (str(error),))
-    problems, held = [], {}
+    problems: list[str] = []
+    held: dict[str, set[str]] = {}
     for name in names:
         if (path / name).is_file():
             try:
-                held[name] = safetensors_file.tensors(path / name)
+                held[name] = set(safetensors_file.tensors(path / name))
             except StartError as error:
                 problems.append(str(error))
     if places is not None:
@@ -95,7 +97,7 @@ def _headers(path: Path) -> Check:
     return Check("headers", f"{count} tensors in {len(held)} files", tuple(problems))
 
 
-def _disagreements(places: dict[str, str], held: dict[str, frozenset[str]]) -> Iterator[str]:
+def _disagreements(places: dict[str, str], held: dict[str, set[str]]) -> Iterator[str]:
     for file, tensors in held.items():
         named = {tensor for tensor, place in places.items() if place == file}
         if lacking := sorted(named - tensors):
@@ -104,7 +106,7 @@ def _disagreements(places: dict[str, str], held: dict[str, frozenset[str]]) -> I
             yield f"{file} holds {_enumerate(extra)}, which {hub.WEIGHT_INDEX} does not place there"
 
 
-def _hashes(path: Path) -> Check:
+def check_hashes(path: Path) -> Check:
     """Against what was recorded at the fetch: the hub's own hashes, or the folder's SHA256SUMS."""
     try:
         recorded = _recorded(path)

@@ -28,8 +28,8 @@ def index(file: Path) -> dict[str, str]:
         raise StartError(f"{file.name} holds no weight_map of tensor names to files") from error
 
 
-def tensors(file: Path) -> frozenset[str]:
-    """Names of the tensors. Raises StartError where header and size contradict each other: cut short, or changed."""
+def tensors(file: Path) -> dict[str, int]:
+    """Bytes of each tensor by name. Raises StartError where header and size contradict each other."""
     size = file.stat().st_size
     with file.open("rb") as opened:
         header_bytes = int.from_bytes(opened.read(8), "little")
@@ -44,13 +44,13 @@ def tensors(file: Path) -> frozenset[str]:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StartError(f"{file.name} has no header of a safetensors file: {error}") from error
     end = 0
-    for begin, next_end, name in spans:
-        if begin != end:
-            raise StartError(f"{file.name}: {name} begins at byte {begin}, the tensor before it ends at {end}")
-        end = next_end
+    for first, last, name in spans:
+        if first != end:
+            raise StartError(f"{file.name}: {name} begins at byte {first}, the tensor before it ends at {end}")
+        end = last
     if end != size - 8 - header_bytes:
         raise StartError(f"{file.name} holds {size - 8 - header_bytes} bytes of tensors, its header tells of {end}")
-    return frozenset(header)
+    return {name: last - first for first, last, name in spans}
 
 
 def _span(name: str, entry: dict[str, Any]) -> tuple[int, int, str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from services.common import hub
 from services.common.errors import StartError
+from services.common.hub_client import Say
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ def find(
     revision: str | None = None,
     offline: bool = False,
     weights: bool = False,
-    say: hub.Say = log.info,
+    say: Say = log.info,
 ) -> Path:
     """The folder of `model`: a local path, the name of a fetched model, or a hub's ORG/NAME, looked for in this order.
 

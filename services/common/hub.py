@@ -6,23 +6,15 @@ local folder does without it. Layout of the cache: https://huggingface.co/docs/h
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import glob
 import json
-import logging
-import math
 import re
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from services.common.errors import StartError
-
-Say = Callable[[str], None]
-"""Takes a line for people."""
+from services.common.hub_client import DEFAULT_REVISION, Say, Source, explained, heard, leaving_at_once, progress_lines
 
 TEXT_FILES = (
     "config.json",
@@ -39,10 +31,8 @@ WEIGHT_INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5", ".gguf")
 """Weights in other formats; the first ones run code when they are opened."""
 
-DEFAULT_REVISION = "main"
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
 _COMMIT = re.compile("[0-9a-f]{40}")
-_SAY_EVERY_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -80,10 +70,11 @@ def snapshot(model: str, revision: str | None, *, offline: bool, weights: bool, 
     Raises StartError in one line: no such model or revision, no access, no network, not cached, no safetensors.
     """
     import huggingface_hub
+    from huggingface_hub import constants
 
-    offline = offline or huggingface_hub.constants.is_offline_mode()
-    source = _Source(model, revision or DEFAULT_REVISION, offline)
-    with _explained(source), _client_heard(say):
+    offline = offline or constants.is_offline_mode()
+    source = Source(model, revision or DEFAULT_REVISION, offline)
+    with explained(source), heard(say), leaving_at_once():
         commit = huggingface_hub.HfApi().resolve_revision(model, revision=revision, local_files_only=offline).resolved
         path = _bring(source, commit, [*TEXT_FILES, WEIGHT_INDEX] if weights else TEXT_FILES, say)
         if not (path / "config.json").is_file():
@@ -98,10 +89,11 @@ def snapshot(model: str, revision: str | None, *, offline: bool, weights: bool, 
 def cached() -> list[Cached]:
     """Every commit of a model in the cache, whole or not, by name."""
     import huggingface_hub
+    from huggingface_hub import constants, errors
 
     try:
-        repos = huggingface_hub.scan_cache_dir().repos
-    except huggingface_hub.errors.CacheNotFound:
+        repos = huggingface_hub.scan_cache_dir(constants.HF_HUB_CACHE).repos
+    except errors.CacheNotFound:
         return []
     found = [
         Cached(repo.repo_id, one.commit_hash, tuple(sorted(one.refs)), one.size_on_disk, one.snapshot_path)
@@ -113,14 +105,17 @@ def cached() -> list[Cached]:
 
 
 def listed_sizes(path: Path) -> dict[str, int]:
-    """Bytes of each file that the hub listed for the folder's commit; {} where that was not recorded."""
+    """Bytes of each file that the hub listed for the folder's commit; {} of no hub, or where that was not recorded."""
+    if not id_of(path):
+        return {}
     import huggingface_hub
+    from huggingface_hub import errors
 
     try:
         entries = huggingface_hub.get_cached_repo_tree(
             id_of(path), revision=commit_of(path), cache_dir=path.parent.parent.parent
         )
-    except huggingface_hub.errors.CachedRepoTreeNotFoundError:
+    except errors.CachedRepoTreeNotFoundError:
         return {}
     return {entry.path: entry.size for entry in entries}
 
@@ -138,23 +133,7 @@ def weight_names(path: Path) -> list[str]:
         raise StartError(f"{index} holds no weight_map of tensor names to files") from error
 
 
-@dataclass(frozen=True)
-class _Source:
-    model: str
-    revision: str
-    offline: bool
-
-    @property
-    def told(self) -> str:
-        return f"{self.model} at {self.revision}"
-
-    @property
-    def fetch_command(self) -> str:
-        pin = "" if self.revision == DEFAULT_REVISION else f" --revision {self.revision}"
-        return f"triptych model fetch {self.model}{pin}"
-
-
-def _bring(source: _Source, commit: str, names: Iterable[str], say: Say) -> Path:
+def _bring(source: Source, commit: str, names: Iterable[str], say: Say) -> Path:
     """The commit's folder, with those of the files that the commit has."""
     import huggingface_hub
 
@@ -163,12 +142,12 @@ def _bring(source: _Source, commit: str, names: Iterable[str], say: Say) -> Path
         revision=commit,
         local_files_only=source.offline,
         allow_patterns=[glob.escape(name) for name in names],
-        tqdm_class=_progress_lines(source.model, say),
+        tqdm_class=progress_lines(source.model, say),
     )
     return Path(path)
 
 
-def _weight_names(source: _Source, path: Path) -> list[str]:
+def _weight_names(source: Source, path: Path) -> list[str]:
     """Names of the weight files to bring. Raises StartError where the commit has none that is opened."""
     names = weight_names(path)
     there = set(listed_sizes(path)) or {file.name for file in path.iterdir()}
@@ -187,115 +166,7 @@ def _weight_names(source: _Source, path: Path) -> list[str]:
     raise StartError(f"{source.told} has no {', '.join(missing[:3])}; weights are read from safetensors alone")
 
 
-def _refuse_uncached(source: _Source, path: Path) -> None:
+def _refuse_uncached(source: Source, path: Path) -> None:
     """Raises where only the cache was asked, and it does not know what else the commit has."""
     if source.offline and not listed_sizes(path):
         raise FileNotFoundError(path)
-
-
-def _progress_lines(model: str, say: Say) -> Any:
-    """A tqdm class that says in lines how many bytes have come: services log, and a log is no terminal."""
-    from tqdm import tqdm
-
-    said_s = time.monotonic()
-
-    class Lines(tqdm):  # type: ignore[misc, unused-ignore]
-        def __init__(self, *args: Any, unit: str = "it", **options: Any) -> None:
-            self.counts_bytes = unit == "B"
-            super().__init__(*args, unit=unit, **(options | {"disable": True}))
-
-        def update(self, n: float | None = 1) -> None:
-            nonlocal said_s
-            self.n += n or 0
-            if self.counts_bytes and self.total and time.monotonic() - said_s >= _SAY_EVERY_S:
-                said_s = time.monotonic()
-                say(f"{model}: {self.n / 1e6:.0f} of {self.total / 1e6:.0f} MB have come")
-
-    return Lines
-
-
-class _Lines(logging.Handler):
-    """What the client logs (it reads on from a broken connection, it found no hub and takes the cache), now and then."""
-
-    def __init__(self, say: Say) -> None:
-        super().__init__(logging.WARNING)
-        self._say = say
-        self._said_s = -math.inf
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if (now_s := time.monotonic()) - self._said_s >= _SAY_EVERY_S:  # its threads all say the same
-            self._said_s = now_s
-            self._say(" ".join(record.getMessage().split())[:300])
-
-
-@contextlib.contextmanager
-def _client_heard(say: Say) -> Iterator[None]:
-    """The client's own handler would write bare lines, several a retry, to standard error."""
-    logger = logging.getLogger("huggingface_hub")
-    before, logger.handlers = logger.handlers, [_Lines(say)]
-    try:
-        yield
-    finally:
-        logger.handlers = before
-
-
-@contextlib.contextmanager
-def _explained(source: _Source) -> Iterator[None]:
-    """Turns whatever the client and its transports raise (HTTP, Xet, files: kinds of their own) into one line."""
-    try:
-        yield
-    except (StartError, ModuleNotFoundError):
-        raise
-    except Exception as error:
-        raise StartError(_explanation(source, error)) from error
-
-
-def _explanation(source: _Source, error: Exception) -> str:
-    import huggingface_hub
-    from huggingface_hub import errors
-
-    hub, cache = huggingface_hub.constants.ENDPOINT, huggingface_hub.constants.HF_HUB_CACHE
-    if source.offline:
-        return (
-            f"{source.told} is not whole in the cache {cache}, and the network is not asked (--offline or "
-            f"HF_HUB_OFFLINE); fetch it where there is one: `{source.fetch_command}`"
-        )
-    cause = _root(error)
-    if isinstance(cause, errors.GatedRepoError):
-        return f"{source.model} on {hub} is gated: ask for access on its page, and set HF_TOKEN to that account's token"
-    if isinstance(cause, errors.RepositoryNotFoundError):
-        return (
-            f"there is no folder {source.model!r} here, and {hub} has no model of that name, or hides it: check the "
-            "name, or set HF_TOKEN to a token that may read it"
-        )
-    if isinstance(cause, errors.RevisionNotFoundError):
-        return f"{source.model} on {hub} has no revision {source.revision!r}; give a branch, a tag or a whole commit"
-    if isinstance(cause, errors.HfHubHTTPError):
-        status = cause.response.status_code
-        if status in (401, 403):
-            return (
-                f"{hub} refuses {source.model} (HTTP {status}): set HF_TOKEN to a token that is valid and may read it"
-            )
-        return f"{hub} answers HTTP {status} for {source.model}; try again later"
-    if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
-        return f"cannot write {source.model} into the cache {cache}: {cause.strerror}; HF_HUB_CACHE names another"
-    if isinstance(cause, ValueError):
-        return f"{source.told} cannot be asked of {hub}: {_one_line(cause)}"
-    return (
-        f"cannot fetch {source.told} from {hub}: {_one_line(cause)}; check the network, or start with "
-        "--offline where it was fetched already"
-    )
-
-
-def _root(error: BaseException) -> BaseException:
-    """The client wraps what it met on the way; what it met says more."""
-    import huggingface_hub.errors as errors
-
-    wrappers = (errors.LocalEntryNotFoundError, errors.RevisionResolutionError)
-    while isinstance(error, wrappers) and error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -53,6 +53,29 @@ class Hub:
     """File name to bytes after which the connection breaks, once."""
     status: int | None = None
     """Answered to everything, if set."""
+    stalled: threading.Event = field(default_factory=threading.Event)
+    """Set once a download has come to where it was told to stall."""
+    _stall_after_bytes: dict[str, int] = field(default_factory=dict)
+    _resumed: threading.Event = field(default_factory=threading.Event)
+
+    def stall(self, file_name: str, after_bytes: int) -> None:
+        """That file's next download stops there, its connection open, until `resume`."""
+        self.stalled.clear()
+        self._resumed.clear()
+        self._stall_after_bytes[file_name] = after_bytes
+
+    def resume(self) -> None:
+        """Ends all stalls."""
+        self._resumed.set()
+
+    def stall_of(self, file_name: str) -> int | None:
+        """Where that file's download stalls, once; None: nowhere."""
+        return self._stall_after_bytes.pop(file_name, None)
+
+    def wait(self) -> None:
+        """Until `resume`, a minute at most."""
+        self.stalled.set()
+        self._resumed.wait(60)
 
     def repo(self, name: str) -> Repo:
         """Of that name, made where there is none."""
@@ -77,7 +100,7 @@ def serving() -> Iterator[Hub]:
         pass
 
     Handler.hub = hub
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = _Server(("127.0.0.1", 0), Handler)
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
@@ -111,6 +134,11 @@ def ask_here(patch: pytest.MonkeyPatch, hub: Hub, cache: Path) -> None:
     patch.setattr(constants, "HF_HUB_CACHE", str(cache / "hub"))
     patch.setattr(constants, "HF_TOKEN_PATH", str(cache / "token"))
     patch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    def handle_error(self, *_: Any) -> None:
+        """Quiet: clients that break a connection off are part of the tests."""
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -191,6 +219,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if not body:
             return
         cut = self.hub.cut_after_bytes.pop(file.name, None)
+        if (stall := self.hub.stall_of(file.name)) is not None:
+            self.wfile.write(content[begin:stall])
+            self.hub.wait()
+            begin = stall
         self.wfile.write(content[begin:cut])
         if cut is not None:
             self.close_connection = True
