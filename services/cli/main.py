@@ -19,7 +19,7 @@ COMMANDS = {
     "executor": "run the executor: weights and tensors",
     "chat": "talk to a model",
     "generate": "continue a raw prompt",
-    "model": "fetch a model into the cache",
+    "model": "fetch, list and verify models",
     "doctor": "say whether a model can be served on this machine, and why not",
 }
 

@@ -13,10 +13,8 @@ from pathlib import Path
 from services.cli import safetensors_file
 from services.cli.parts import missing
 from services.common import checkpoint, hub
+from services.common.checkpoint import CHECKSUMS
 from services.common.errors import StartError
-
-CHECKSUMS = "SHA256SUMS"
-"""As `sha256sum` writes it: for folders that come from no hub."""
 
 _NEEDED = ("config.json", "tokenizer.json")
 _LISTED = 8

@@ -41,6 +41,10 @@ FETCHED_FILES = (
 )
 
 
+CHECKSUMS = "SHA256SUMS"
+"""Hashes of a folder's files that come from no hub, as `sha256sum` writes them."""
+
+
 def is_fetched(name: str) -> bool:
     """Whether the cache holds a fetched model of that name; a folder appears there whole or not at all."""
     return all((fetched_path(name) / file).is_file() for file in FETCHED_FILES)

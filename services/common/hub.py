@@ -1,7 +1,7 @@
-"""Models of a hub (https://huggingface.co/docs/hub/api), through its own client: names, commits, files in its cache.
+"""Models of a hub, through its own client, huggingface_hub: names, commits, files in its cache.
 
 The client honours HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_CACHE. It is imported in the calls: a service that reads a
-local folder does without it. Layout of the cache: https://huggingface.co/docs/huggingface_hub/guides/manage-cache
+local folder does without it. The layout of the cache is that of the client's guide "Understand caching".
 """
 
 from __future__ import annotations

@@ -136,8 +136,8 @@ def _explanation(source: Source, error: Exception) -> str:
     hub, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
     if source.offline:
         return (
-            f"{source.told} is not whole in the cache {cache}, and the network is not asked (--offline or "
-            f"HF_HUB_OFFLINE); fetch it where there is one: `{source.fetch_command}`"
+            f"{source.told} is not whole in the cache {cache}, and no network is asked now; fetch it where "
+            f"there is one: `{source.fetch_command}`"
         )
     cause = _root(error)
     if isinstance(cause, errors.GatedRepoError):

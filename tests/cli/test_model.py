@@ -224,7 +224,7 @@ def test_verify_prints_the_problems_of_the_services_too(folder: Path, capsys: py
     text, family = found.splitlines()
     assert text.startswith("  text: ") and "tokenizer.json" in text
     assert family.startswith("  family: ") and "rope_type 'dynamic'" in family
-    assert "files      6, all here" in shown
+    assert "files      7, all here" in shown
 
 
 def header(entries: dict[str, object], data: bytes) -> bytes:

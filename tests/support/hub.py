@@ -1,7 +1,4 @@
-"""A hub on loopback: the calls that huggingface_hub makes to bring a model, over folders on disk.
-
-API: https://huggingface.co/docs/hub/api; headers of a file: https://huggingface.co/docs/huggingface_hub/package_reference/file_download
-"""
+"""A hub on loopback: the calls that huggingface_hub makes to bring a model (info, tree, resolve), over folders on disk."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def sections(resolved: Mapping[str, Resolved[ServiceConfig]]) -> tuple[Section, 
                 config.model, revision=config.revision, offline=config.offline, weights=name == "executor"
             )
         except StartError as error:
-            findings.append(Finding(name, _not_there(config, error), "fault"))
+            findings.append(Finding(name, _not_there(config.model, error), "fault"))
     if findings:
         return (Section(TITLE, tuple(findings)),)
     findings.append(Finding("folder", ", ".join(sorted({str(path) for path in paths.values()}))))
@@ -76,11 +76,9 @@ def _tried(service: str, attempt: Callable[[], tuple[Any, str]]) -> _Tried:
         return _Tried(None, Finding(service, str(error), "fault"))
 
 
-def _not_there(config: ServiceConfig, error: StartError) -> str:
-    model = config.model
-    if model == checkpoint.EMBEDDED_MODEL or checkpoint.of_hub(model):
-        pin = f" --revision {config.revision}" if config.revision else ""
-        return f"{model} is not fetched yet, so it cannot be examined; `triptych model fetch {model}{pin}` brings it"
+def _not_there(model: str, error: StartError) -> str:
+    if model == checkpoint.EMBEDDED_MODEL and not checkpoint.is_fetched(model):
+        return f"{model} is not fetched yet, so it cannot be examined; `triptych model fetch` brings it"
     return str(error)
 
 
