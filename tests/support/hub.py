@@ -1,4 +1,4 @@
-"""A hub on loopback: the calls that huggingface_hub makes to bring a model (info, tree, resolve), over folders on disk."""
+"""A hub on loopback: the calls that huggingface_hub makes to bring a model (info, tree, resolve), over folders."""
 
 from __future__ import annotations
 
