@@ -69,13 +69,12 @@ def snapshot(model: str, revision: str | None, *, offline: bool, weights: bool, 
     `revision` is a branch, a tag or a commit, None the default branch; `weights` says whether the weights are needed.
     Raises StartError in one line: no such model or revision, no access, no network, not cached, no safetensors.
     """
-    import huggingface_hub
     from huggingface_hub import constants
 
     offline = offline or constants.is_offline_mode()
     source = Source(model, revision or DEFAULT_REVISION, offline)
     with explained(source), heard(say), leaving_at_once():
-        commit = huggingface_hub.HfApi().resolve_revision(model, revision=revision, local_files_only=offline).resolved
+        commit = _commit(source, revision)
         path = _bring(source, commit, [*TEXT_FILES, WEIGHT_INDEX] if weights else TEXT_FILES, say)
         if not (path / "config.json").is_file():
             _refuse_uncached(source, path)
@@ -131,6 +130,21 @@ def weight_names(path: Path) -> list[str]:
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise StartError(f"{index} holds no weight_map of tensor names to files") from error
+
+
+def _commit(source: Source, revision: str | None) -> str:
+    """What the revision is now, or, of the cache alone, was when it was last asked for."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    api = huggingface_hub.HfApi()
+    commit = api.resolve_revision(source.model, revision=revision, local_files_only=source.offline).resolved
+    if revision == commit and not source.offline:  # taken at its word so far
+        try:
+            huggingface_hub.get_cached_repo_tree(source.model, revision=commit)
+        except errors.CachedRepoTreeNotFoundError:
+            api.model_info(source.model, revision=commit)  # fails at once where the listing would be tried for 25 s
+    return commit
 
 
 def _bring(source: Source, commit: str, names: Iterable[str], say: Say) -> Path:

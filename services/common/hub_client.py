@@ -161,8 +161,8 @@ def _explanation(source: Source, error: Exception) -> str:
     if isinstance(cause, ValueError):
         return f"{source.told} cannot be asked of {hub}: {_one_line(cause)}"
     return (
-        f"cannot fetch {source.told} from {hub}: {_one_line(cause)}; check the network, or start with "
-        "--offline where it was fetched already"
+        f"there is no folder {source.model!r} here, and {source.told} cannot be fetched from {hub}: "
+        f"{_one_line(cause)}; check the name and the network, or start with --offline where it was fetched already"
     )
 
 

@@ -156,11 +156,19 @@ def test_without_a_network_what_is_here_is_taken_and_that_is_logged(
     assert lines[-1].startswith(f"org/tiny at main is commit {path.name}")
 
 
-def test_without_a_network_and_not_here_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("revision", [None, "0" * 40])
+def test_without_a_network_and_not_here_is_one_line_at_once(
+    revision: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     unreachable(monkeypatch, tmp_path / "cache")
-    told = refusal()
-    assert told.startswith("cannot fetch org/tiny at main from http://127.0.0.1:")
-    assert "Connection refused" in told and "check the network" in told
+    lines: list[str] = []
+    with pytest.raises(StartError) as caught:
+        find(MODEL, revision=revision, say=lines.append)
+    told = str(caught.value)
+    assert lines == []  # nor is it tried again, which would be told
+    at = revision or "main"
+    assert told.startswith(f"there is no folder 'org/tiny' here, and org/tiny at {at} cannot be fetched from http://")
+    assert "Connection refused" in told and "check the name and the network" in told and "\n" not in told
 
 
 def test_a_model_that_is_nowhere_is_one_line(served: Hub) -> None:
