@@ -14,7 +14,7 @@ import grpc
 
 from loadtest import open_loop, peer_transformers, peer_vllm, peers, plot, report, serve_load, stack
 from loadtest.serve_load import Measured, Repetition
-from services.common.checkpoint import EMBEDDED_MODEL, find, read_config
+from services.common.checkpoint import EMBEDDED_MODEL, find, read_config, tokenizer_size
 from services.common.errors import StartError
 
 OURS = "triptych"
@@ -93,7 +93,9 @@ async def _ours(model: str, times: int, seed: int) -> Measured:
 async def _peer(name: str, python: Path, model: Path, times: int, seed: int) -> Measured:
     measured = Measured(name.lower())
     _say(f"starting {measured.name}")
-    vocab_size = read_config(model).vocab_size
+    vocab_size = read_config(model).vocab_size or tokenizer_size(model)
+    if vocab_size is None:
+        raise StartError(f"{model} tells no vocab_size, so no prompts can be made of its ids; take another --model")
     async with SERVING[name](python, model) as ask:
         await serve_load.repeat(ask, measured, vocab_size=vocab_size, times=times, seed=seed)
     return _done(measured)

@@ -25,8 +25,7 @@ async def running(arguments: Sequence[str]) -> AsyncIterator[str]:
     Raises StartError, with the last lines they wrote, where one of the three ends or they are not ready in START_S.
     """
     plan = up_plan.read(["--port", "0", *arguments])
-    for model in plan.models:
-        provide(model)
+    plan = up_plan.pinned(plan, provide(plan.configs))
     lines: deque[str] = deque(maxlen=KEPT_LINES)
     processes = Processes(lambda name, line: lines.append(f"{name} | {line}"))
     try:

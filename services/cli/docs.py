@@ -41,8 +41,9 @@ executor:
   threads: 4
 ```
 
-`TRIPTYCH_CACHE` names the folder for fetched models and compiled kernels; by default `triptych` under the user's cache
-folder (`$XDG_CACHE_HOME`, else `~/.cache`).
+`TRIPTYCH_CACHE` names the folder for the embedded model and compiled kernels; by default `triptych` under the user's
+cache folder (`$XDG_CACHE_HOME`, else `~/.cache`). Models of a hub lie in the cache of the hub's client (`HF_HUB_CACHE`,
+else `hub` under `HF_HOME`).
 """
 
 

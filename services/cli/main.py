@@ -20,7 +20,7 @@ COMMANDS = {
     "chat": "talk to a model",
     "generate": "continue a raw prompt",
     "replay": "run the scheduler's core over what --record wrote",
-    "model": "fetch a model into the cache",
+    "model": "fetch, list and verify models",
     "doctor": "say whether a model can be served on this machine, and why not",
 }
 

@@ -16,6 +16,7 @@ from services.cli.model import provide
 from services.cli.parts import shell_name
 from services.cli.processes import Processes, ending
 from services.cli.readiness import wait_ready
+from services.cli.up_fit import refuse_too_large
 from services.cli.up_plan import Plan
 from services.common.errors import StartError
 
@@ -36,8 +37,9 @@ def run(argv: Sequence[str]) -> int:
     plan = up_plan.read(argv)
     if plan.prompt is not None:
         client("")  # told now, not after the weights are loaded, when the client package is missing
-    for model in plan.models:
-        provide(model)
+    paths = provide(plan.configs)
+    refuse_too_large(paths["executor"])
+    plan = up_plan.pinned(plan, paths)
     return asyncio.run(_supervise(plan))
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from services.cli.parts import config_type
 from services.cli.processes import Command
+from services.common import checkpoint
 from services.common.config import SERVICES, Resolved, ServiceConfig, resolve
 from services.common.errors import StartError
 from services.common.server import free_port
@@ -25,18 +26,19 @@ _EPILOG = """Any option of a service is given with its name before it: --schedul
 
 @dataclass(frozen=True)
 class Plan:
-    """Three services, checked: their commands, addresses and models."""
+    """Three services, checked: their configs, commands and addresses."""
 
+    configs: Mapping[str, ServiceConfig]
     commands: Mapping[str, Command]
     addresses: Mapping[str, str]
     """By service, as reached from this machine."""
-    models: tuple[str, ...]
-    served_name: str
     prompt: str | None
     ready_json: bool
     """Whether a program reads standard output: one JSON line there, once a token can be made."""
     parent_pid: int | None
     """The process that this one must not outlive; None: none."""
+    served_name: str = ""
+    """What requests call the model; known once its folder is."""
 
 
 def read(argv: Sequence[str]) -> Plan:
@@ -59,9 +61,23 @@ def read(argv: Sequence[str]) -> Plan:
     commands = {
         name: Command(name, tuple(flags[name]), resolved[name].config.drain_s + STOP_MARGIN_S) for name in SERVICES
     }
-    models = tuple(dict.fromkeys(resolved[name].config.model for name in SERVICES))
-    name = _served_name(resolved["frontend"])
-    return Plan(commands, addresses, models, name, options.prompt, options.ready_json, options.parent)
+    configs = {name: resolved[name].config for name in SERVICES}
+    return Plan(configs, commands, addresses, options.prompt, options.ready_json, options.parent)
+
+
+def pinned(plan: Plan, paths: Mapping[str, Path]) -> Plan:
+    """The plan for services that read the folders at `paths` and ask no hub: each is told its commit, and to stay
+    offline."""
+    commands = {name: _pinned(command, plan.configs[name], paths[name]) for name, command in plan.commands.items()}
+    chosen = plan.configs["frontend"].model_dump()["served_model_name"]
+    name = str(chosen or checkpoint.name(paths["frontend"]))
+    return replace(plan, commands=commands, served_name=name)
+
+
+def _pinned(command: Command, config: ServiceConfig, path: Path) -> Command:
+    if not checkpoint.of_hub(config.model):
+        return command
+    return replace(command, arguments=(*command.arguments, "--revision", checkpoint.revision(path), "--offline"))
 
 
 def resolve_all(flags: Mapping[str, Sequence[str]]) -> dict[str, Resolved[ServiceConfig]]:
@@ -99,8 +115,11 @@ def _parser() -> argparse.ArgumentParser:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What is said of all three, or of the frontend, without a service's name before it."""
     parser.add_argument(
-        "--model", help="checkpoint folder, or the name of a fetched model; by default the embedded one"
+        "--model",
+        help="checkpoint folder, a hub's model as ORG/NAME, or a fetched one's name; by default the embedded one",
     )
+    parser.add_argument("--revision", help="branch, tag or commit of a hub's model; by default its default branch")
+    parser.add_argument("--offline", action="store_true", help="take a hub's model from the cache, ask no network")
     parser.add_argument("--host", help="address the frontend listens on (127.0.0.1)")
     parser.add_argument("--port", type=int, help="port the frontend listens on (50051)")
     parser.add_argument("--config", metavar="FILE", help="YAML file with one section a service")
@@ -139,10 +158,10 @@ def _refuse_together(options: argparse.Namespace) -> None:
 
 def _common(options: argparse.Namespace) -> list[str]:
     flags = []
-    for name in ("model", "config"):
+    for name in ("model", "revision", "config"):
         if (value := getattr(options, name)) is not None:
             flags += [f"--{name}", value]
-    return flags
+    return [*flags, "--offline"] if options.offline else flags
 
 
 def _of_frontend(options: argparse.Namespace, name: str) -> list[str]:
@@ -168,11 +187,6 @@ def _print_config(resolved: Mapping[str, Resolved[ServiceConfig]]) -> None:
         for line in part.lines():
             print(f"  # {peer}: chosen at start" if peer and line.startswith(f"{peer}:") else f"  {line}")
     raise SystemExit(0)
-
-
-def _served_name(frontend: Resolved[ServiceConfig]) -> str:
-    chosen = frontend.config.model_dump()["served_model_name"]
-    return str(chosen or Path(frontend.config.model).name)
 
 
 def port_of(resolved: Resolved[ServiceConfig]) -> int:

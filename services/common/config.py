@@ -34,7 +34,14 @@ class ServiceConfig(BaseModel):
 
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(0, ge=0, le=65535, description="port to listen on; 0 takes a free one")
-    model: str = Field("SmolLM2-135M-Instruct", description="checkpoint folder, or the name of a fetched model")
+    model: str = Field(
+        "SmolLM2-135M-Instruct",
+        description="checkpoint folder, a hub's model as ORG/NAME, or a fetched one's name",
+    )
+    revision: str | None = Field(
+        None, min_length=1, description="branch, tag or commit of a hub's model; unset: the default branch"
+    )
+    offline: bool = Field(False, description="whether a hub's model is taken from the cache alone, without a network")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level logged")
     drain_s: float = Field(30.0, ge=0, le=86400, description="seconds that running requests are given after SIGTERM")
 

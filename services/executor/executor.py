@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kernels.cpu import paged_attention
-from services.common.checkpoint import config_hash, tokenizer_size
+from services.common.checkpoint import config_hash, revision, tokenizer_size
 from services.common.errors import StartError
 from services.executor import loader, memory
 from services.executor.attention.contract import Needs
@@ -70,6 +70,11 @@ class Executor:
         self._batch: PersistentBatch | None = None
         self._sampler: Sampler | None = None
         self._num_blocks = 0
+
+    @property
+    def revision(self) -> str:
+        """The hub's commit that the files are of; empty where that is not known."""
+        return revision(self._path)
 
     def load(self, settings: Settings, dtype: torch.dtype, weights_hash: str, report: loader.Report) -> Facts:
         """Loads the checkpoint to serve it by `settings`. Raises StartError, leaving nothing loaded.

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from triptych.executor.v1 import executor_pb2 as pb
 
 from services.common.contract import PROTOCOL_VERSION
@@ -56,6 +57,15 @@ def fit(path: Path, engine: pb.EngineConfig, config: ExecutorConfig) -> Fit:
         token_bytes=shape.kv_block_bytes(1, call.dtype.itemsize),
         backends=selection.survey(needs),
     )
+
+
+def family(path: Path) -> str:
+    """model_type of a checkpoint that an executor takes: a family served, and all its tensors in the files' headers.
+
+    Raises StartError with the reasons where it is not.
+    """
+    loader.weight_bytes(path, torch.float32)
+    return str(architecture.read(path).model_type)
 
 
 def _load_call(engine: pb.EngineConfig) -> wire.LoadCall:

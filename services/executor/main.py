@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _serve(settings: ExecutorConfig) -> None:
-    path = checkpoint.find(settings.model)
+    path = checkpoint.find(settings.model, revision=settings.revision, offline=settings.offline, weights=True)
     architecture.read(path)
     weight_files(path)
     executor = Executor(path, threads=settings.threads or memory.cpus(), kv_memory_bytes=settings.kv_memory_bytes)

@@ -83,6 +83,13 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     ) -> AsyncIterator[pb.LoadResponse]:
         self._refuse_when_draining()
         call = wire.load_call(request)
+        ours = self._executor.revision
+        if ours and call.revision and ours != call.revision:
+            raise _precondition(
+                "OTHER_REVISION",
+                f"the executor's files are of commit {ours}, the scheduler's of {call.revision} of {call.model}; give "
+                "both the same --revision",
+            )
         weights_hash = request.config.weights_hash
         if self._loading is None or self._loading.failed():
             self._loading = _Loading(call, weights_hash, self._executor, self._steps)

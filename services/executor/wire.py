@@ -27,6 +27,7 @@ _SERVED = {
     "triptych.executor.v1.EngineConfig": frozenset(
         {
             "model",
+            "revision",
             "weights_hash",
             "dtype",
             "kv_dtype",
@@ -77,6 +78,8 @@ class LoadCall:
     settings: Settings
     dtype: torch.dtype
     model: str = field(compare=False)
+    revision: str = field(compare=False)
+    """Commit of a hub that the files must be of, where it is known here of which they are; empty: any."""
 
     def difference(self, other: LoadCall) -> str:
         """What `other` asks for that is not so here, for people."""
@@ -108,7 +111,7 @@ def load_call(request: pb.LoadRequest) -> LoadCall:
         if getattr(config, name) < 1:
             raise invalid(f"config.{name}", "must be at least 1")
     settings = Settings(config.context_tokens, config.block_tokens, config.max_slots, config.max_step_tokens)
-    return LoadCall(settings, dtype, config.model)
+    return LoadCall(settings, dtype, config.model, config.revision)
 
 
 def loaded(facts: Facts, settings: Settings) -> pb.LoadResponse:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
 
@@ -61,12 +60,19 @@ class ServedModel:
         return await off_loop(size, lambda: self.chat.encode(messages, path))
 
 
-def load(model: str, served_name: str | None, aliases: Sequence[str] = ()) -> ServedModel:
-    """Reads a checkpoint folder's text side. Raises StartError."""
-    path = checkpoint.find(model)
+def load(
+    model: str,
+    served_name: str | None,
+    aliases: Sequence[str] = (),
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+) -> ServedModel:
+    """Reads a checkpoint folder's text side; a hub's is fetched first where it must be. Raises StartError."""
+    path = checkpoint.find(model, revision=revision, offline=offline)
     definition = tokenizer.load_definition(path)
     config = checkpoint.read_config(path)
-    name = served_name or _name(model, path)
+    name = served_name or checkpoint.name(path)
     return ServedModel(
         name=name,
         aliases=tuple(alias for alias in dict.fromkeys(aliases) if alias != name),
@@ -77,9 +83,3 @@ def load(model: str, served_name: str | None, aliases: Sequence[str] = ()) -> Se
         defaults=sampling_defaults(config.generation),
         eos_ids=frozenset(config.eos_token_ids),
     )
-
-
-def _name(model: str, path: Path) -> str:
-    """A fetched model's own name, which may have a slash in it; else the folder's."""
-    by_name = not Path(model).is_absolute() and checkpoint.fetched_path(model).resolve() == path
-    return model if by_name else path.name

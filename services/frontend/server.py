@@ -24,7 +24,13 @@ class Frontend:
 
     def __init__(self, config: FrontendConfig) -> None:
         self._config = config
-        self.model = served_model.load(config.model, config.served_model_name, config.served_model_alias)
+        self.model = served_model.load(
+            config.model,
+            config.served_model_name,
+            config.served_model_alias,
+            revision=config.revision,
+            offline=config.offline,
+        )
         self.engine = EngineClient(config.engine, self.model.tokenizer_hash)
         self.calls = Calls()
         self.server = Server(config.host, config.port, max_message_bytes=config.max_message_bytes)

@@ -115,7 +115,7 @@ class Engine:
                 number,
                 now_ns(),
                 vocab_size=core.limits.vocab_size,
-                text_vocab_size=self.model.text_vocab_size,
+                text_vocab_size=self.model.text_vocab_size(core.limits.vocab_size),
                 block_tokens=core.limits.block_tokens,
                 max_choices=self.model.config.max_choices,
             )

@@ -37,42 +37,45 @@ class Model:
 
     name: str
     folder: str
+    revision: str
+    """The hub's commit; empty for a folder of no hub."""
     tokenizer_hash: str
     config_hash: str
-    vocab_size: int
-    text_vocab_size: int
-    """Ids of the tokenizer; the vocabulary may be padded past them."""
+    vocab_size: int | None
+    """None where config.json leaves it to its family's default; the executor's then holds."""
+    tokenizer_size: int | None
+    """Ids of the tokenizer, None where it tells none; the vocabulary may be padded past them."""
     context_tokens: int
     config: SchedulerConfig
 
     @classmethod
     def read(cls, config: SchedulerConfig) -> Model:
         """Raises StartError for a checkpoint that cannot be read, or limits that cannot be."""
-        path: Path = checkpoint.find(config.model)
+        path: Path = checkpoint.find(config.model, revision=config.revision, offline=config.offline)
         figures = checkpoint.read_config(path)
-        context_tokens = figures.context_tokens
-        if config.max_model_len is not None:
-            if config.max_model_len > context_tokens:
-                raise StartError(
-                    f"--max-model-len is {config.max_model_len}, but {path.name} holds {context_tokens} tokens at most"
-                )
-            context_tokens = config.max_model_len
+        folder = checkpoint.name(path)
         return cls(
-            name=config.served_model_name or path.name,
-            folder=path.name,
+            name=config.served_model_name or folder,
+            folder=folder,
+            revision=checkpoint.revision(path),
             tokenizer_hash=checkpoint.tokenizer_hash(path),
             config_hash=checkpoint.config_hash(path),
             vocab_size=figures.vocab_size,
-            text_vocab_size=min(figures.vocab_size, checkpoint.tokenizer_size(path) or figures.vocab_size),
-            context_tokens=context_tokens,
+            tokenizer_size=checkpoint.tokenizer_size(path),
+            context_tokens=_context_tokens(config, figures.context_tokens, path),
             config=config,
         )
+
+    def text_vocab_size(self, vocab_size: int) -> int:
+        """Ids that stand for text, of the `vocab_size` that the executor's model has."""
+        return min(vocab_size, self.tokenizer_size or vocab_size)
 
     def engine_config(self) -> executor_pb2.EngineConfig:
         """What the executor is to load."""
         config = self.config
         return executor_pb2.EngineConfig(
             model=self.folder,
+            revision=self.revision,
             dtype=_DTYPES[config.dtype],
             context_tokens=self.context_tokens,
             block_tokens=config.block_size,
@@ -82,7 +85,7 @@ class Model:
 
     def limits(self, facts: ExecutorFacts) -> Limits:
         """The core's limits on an executor. Raises StartError when the two do not belong together."""
-        if facts.vocab_size != self.vocab_size:
+        if self.vocab_size not in (None, facts.vocab_size):
             raise StartError(
                 f"the executor's model has {facts.vocab_size} ids, {self.folder} here has {self.vocab_size}: "
                 "give both the same --model"
@@ -102,7 +105,7 @@ class Model:
                 self.context_tokens,
             )
         return Limits(
-            vocab_size=self.vocab_size,
+            vocab_size=facts.vocab_size,
             context_tokens=min(self.context_tokens, pool_tokens),
             num_blocks=num_blocks,
             block_tokens=self.config.block_size,
@@ -142,7 +145,7 @@ class Model:
             engine_id=secrets.token_hex(8),
             model=self.name,
             fingerprint=self.fingerprint(facts),
-            vocab_size=self.vocab_size,
+            vocab_size=limits.vocab_size,
             context_tokens=limits.context_tokens,
             block_tokens=limits.block_tokens,
             pool_tokens=limits.pool_tokens,
@@ -181,3 +184,18 @@ class Model:
         if wanted > fitting:
             log.warning("--num-kv-blocks is %d, but the executor's memory holds %d, which it is then", wanted, fitting)
         return min(wanted, fitting)
+
+
+def _context_tokens(config: SchedulerConfig, held: int | None, path: Path) -> int:
+    """The longest context: --max-model-len, else the `held` tokens of config.json. Raises StartError."""
+    wanted = config.max_model_len
+    if held is None and wanted is None:
+        raise StartError(
+            f"{path / 'config.json'} has no max_position_embeddings, so the context is not known; say it in tokens "
+            "with --max-model-len, and the executor refuses more than the model holds"
+        )
+    if wanted is None or held is None:
+        return wanted or held or 0
+    if wanted > held:
+        raise StartError(f"--max-model-len is {wanted}, but {checkpoint.name(path)} holds {held} tokens at most")
+    return wanted

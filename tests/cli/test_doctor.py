@@ -23,10 +23,12 @@ import torch
 from services.cli.doctor import cuda, machine
 from services.cli.doctor.findings import Finding, Report, Section
 from services.cli.main import main
+from services.common.checkpoint import find
 from services.executor import loader
 from services.executor.attention import selection
 from services.executor.config import ExecutorConfig
 from tests.support.checkpoints import tiny_llama
+from tests.support.hub import ask_here, serving
 
 HOST_CPUS = len(os.sched_getaffinity(0))
 
@@ -207,6 +209,20 @@ def test_a_model_that_is_not_there_is_a_reason(
     _, report = _examine(capsys, "SmolLM2-135M-Instruct")
     assert "is not fetched yet" in report["reasons"][0]
     assert "`triptych model fetch` brings it" in report["reasons"][0]
+
+
+def test_a_hubs_model_is_examined_in_the_cache_and_nothing_is_fetched(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving() as hub:
+        ask_here(monkeypatch, hub, tmp_path / "cache")
+        hub.repo("org/tiny").add(tiny)
+        _, report = _examine(capsys, "org/tiny")
+        assert "`triptych model fetch org/tiny`" in report["reasons"][0] and hub.asked == []
+        find("org/tiny", weights=True)
+        hub.asked.clear()
+        code, report = _examine(capsys, "org/tiny", "--revision", "main")
+        assert (code, report["reasons"], hub.asked) == (0, [], [])
 
 
 def test_a_port_in_use_is_a_reason_where_up_needs_it(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

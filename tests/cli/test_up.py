@@ -22,7 +22,9 @@ import yaml
 
 from services.cli import up, up_plan
 from services.cli.main import main
+from services.cli.parts import config_type
 from services.cli.processes import Command, Processes, ending
+from services.common.config import resolve
 from services.common.errors import StartError
 from tests.support.checkpoints import tiny_llama
 from triptych_client import Client
@@ -57,6 +59,24 @@ def test_dotted_flags_reach_their_service_and_no_other() -> None:
     assert "--threads=2" in plan.commands["executor"].arguments
     assert "--block-size" not in plan.commands["executor"].arguments
     assert plan.commands["frontend"].stop_s == 7 + up_plan.STOP_MARGIN_S
+
+
+def test_all_three_are_told_the_revision_and_to_stay_offline() -> None:
+    plan = up_plan.read(["--port=0", "--model", "org/tiny", "--revision", "v1", "--offline"])
+    assert {(one.model, one.revision, one.offline) for one in plan.configs.values()} == {("org/tiny", "v1", True)}
+
+
+def test_services_are_pinned_to_the_commit_that_was_found_and_ask_no_hub(tiny: Path, tmp_path: Path) -> None:
+    commit = "0123456789" * 4
+    path = tmp_path / "models--org--tiny" / "snapshots" / commit
+    plan = up_plan.read(["--port=0", "--model", "org/tiny", "--revision", "v1", "--frontend.model", str(tiny)])
+    pinned = up_plan.pinned(plan, {"frontend": tiny, "scheduler": path, "executor": path})
+    for name in ("scheduler", "executor"):
+        config = resolve(config_type(name), pinned.commands[name].arguments).config
+        assert (config.model, config.revision, config.offline) == ("org/tiny", commit, True)
+    assert pinned.commands["frontend"] == plan.commands["frontend"]  # a folder has no commit
+    assert pinned.served_name == tiny.name
+    assert up_plan.pinned(plan, dict.fromkeys(plan.commands, path)).served_name == "org/tiny"
 
 
 def test_an_internal_port_that_was_chosen_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

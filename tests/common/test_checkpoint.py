@@ -38,7 +38,14 @@ def test_a_figure_that_is_none_is_one_line(tmp_path: Path, value: Any) -> None:
         read_config(checkpoint(tmp_path, max_position_embeddings=value))
 
 
-def test_a_missing_figure_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"max_position_embeddings": 64}')
-    with pytest.raises(StartError, match="has no vocab_size"):
+def test_figures_that_a_published_config_leaves_to_its_family_are_unknown(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": 106}')
+    read = read_config(tmp_path)
+    assert (read.context_tokens, read.vocab_size, read.eos_token_ids) == (None, None, (106,))
+
+
+@pytest.mark.parametrize("eos", ["</s>", True, -1, 2**31])
+def test_an_eos_id_that_is_none_is_told_without_a_vocabulary_too(tmp_path: Path, eos: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(StartError, match=r"eos_token_id holds .* ids lie in \[0, 2147483648\)"):
         read_config(tmp_path)

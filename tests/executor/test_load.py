@@ -115,7 +115,6 @@ async def test_parts_of_a_load_that_are_not_served_yet_are_named(
         ("pp_size", 2, grpc.StatusCode.UNIMPLEMENTED),
         ("dp_size", 2, grpc.StatusCode.UNIMPLEMENTED),
         ("quantization", "awq", grpc.StatusCode.UNIMPLEMENTED),
-        ("revision", "main", grpc.StatusCode.UNIMPLEMENTED),
         ("dtype", pb.D_TYPE_BFLOAT16, grpc.StatusCode.UNIMPLEMENTED),
         ("kv_dtype", pb.D_TYPE_INT8, grpc.StatusCode.UNIMPLEMENTED),
         ("kv_dtype", 99, grpc.StatusCode.UNIMPLEMENTED),
@@ -131,6 +130,22 @@ async def test_a_config_that_is_not_served_is_refused_by_name(
     async with serve(tiny) as rig:
         assert (await refused(rig.load(config=changed(rig, **{field: value}))))[0] == code
         assert f"config.{field}" in (await refused(rig.load(config=changed(rig, **{field: value}))))[1]
+
+
+async def test_another_commit_than_the_schedulers_is_refused_and_an_unknown_one_is_not(tmp_path: Path) -> None:
+    ours, theirs = "a" * 40, "b" * 40
+    path = tiny_llama(tmp_path / "models--org--tiny" / "snapshots" / ours)
+    async with serve(path) as rig:
+        code, details = await refused(rig.load(config=changed(rig, revision=theirs)))
+        assert code == grpc.StatusCode.FAILED_PRECONDITION
+        assert ours in details and theirs in details and "--revision" in details
+        loaded = await rig.load(config=changed(rig, revision=ours))
+        assert await rig.load(config=changed(rig, revision="")) == loaded
+
+
+async def test_files_of_no_hub_are_of_any_commit(tiny: Path) -> None:
+    async with serve(tiny) as rig:  # the hashes say what they are
+        assert (await rig.load(config=changed(rig, revision="a" * 40))).config_hash
 
 
 @pytest.mark.parametrize(("low", "high"), [(2, 3), (0, 0)])

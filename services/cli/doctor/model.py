@@ -30,12 +30,15 @@ def unread(reason: str) -> Section:
 
 def sections(resolved: Mapping[str, Resolved[ServiceConfig]]) -> tuple[Section, ...]:
     """Model and attention, as the three services with these configs would find them."""
-    configs = {name: one.config for name, one in resolved.items()}
+    # Only what is here already is examined: a doctor brings no weights.
+    configs = {name: one.config.model_copy(update={"offline": True}) for name, one in resolved.items()}
     paths: dict[str, Path] = {}
     findings: list[Finding] = []
     for name, config in configs.items():
         try:
-            paths[name] = checkpoint.find(config.model)
+            paths[name] = checkpoint.find(
+                config.model, revision=config.revision, offline=config.offline, weights=name == "executor"
+            )
         except StartError as error:
             findings.append(Finding(name, _not_there(config.model, error), "fault"))
     if findings:
@@ -74,14 +77,14 @@ def _tried(service: str, attempt: Callable[[], tuple[Any, str]]) -> _Tried:
 
 
 def _not_there(model: str, error: StartError) -> str:
-    if model == checkpoint.EMBEDDED_MODEL:
+    if model == checkpoint.EMBEDDED_MODEL and not checkpoint.is_fetched(model):
         return f"{model} is not fetched yet, so it cannot be examined; `triptych model fetch` brings it"
     return str(error)
 
 
 def _text_side(config: ServiceConfig) -> tuple[Any, str]:
     module = part("services.frontend.served_model", extra="frontend", what="the frontend")
-    model = module.load(config.model, None)
+    model = module.load(config.model, None, revision=config.revision, offline=config.offline)
     ends = ", ".join(map(str, sorted(model.eos_ids))) or "none, so answers end at max_tokens"
     return model, f"the tokenizer loads; end-of-sequence ids: {ends}"
 
@@ -89,7 +92,8 @@ def _text_side(config: ServiceConfig) -> tuple[Any, str]:
 def _model(config: Any) -> tuple[Model, str]:
     module = part("services.scheduler.identity", extra="scheduler", what="the scheduler")
     model: Model = module.Model.read(config)
-    return model, f"{model.name}: context {model.context_tokens} tokens, {model.vocab_size} ids"
+    ids = model.vocab_size or "its family's number of"
+    return model, f"{model.name}: context {model.context_tokens} tokens, {ids} ids"
 
 
 def _fit(path: Path, model: Model | None, config: ServiceConfig) -> tuple[Fit, str]:

@@ -56,10 +56,11 @@ class ChatArgs(BatchArgs, total=False):
 class Engine:
     """The three services as child processes, from `with` (or `start`) to its end (or `close`); none outlives this one.
 
-    `model` is a checkpoint folder or the name of a fetched model, None the embedded one. `flags` go to `triptych up`
-    ("--scheduler.block-size", "32"). Ports are free ones on loopback. Starting raises EngineError with the last lines
-    of the services where a token cannot be made within `ready_timeout_s`, fetching the embedded model included. At most
-    `max_in_flight` calls of a batch run at once. Blocking and thread-safe: batches of several threads share the engine.
+    `model` is a checkpoint folder, a hub's model as ORG/NAME, or the name of a fetched one, None the embedded one.
+    `flags` go to `triptych up` ("--revision", "v1", "--scheduler.block-size", "32"). Ports are free ones on loopback.
+    Starting raises EngineError with the last lines of the services where a token cannot be made within
+    `ready_timeout_s`, fetching the model included. At most `max_in_flight` calls of a batch run at once. Blocking and
+    thread-safe: batches of several threads share the engine.
     """
 
     def __init__(
