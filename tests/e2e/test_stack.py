@@ -14,6 +14,7 @@ import pytest
 from tokenizers import Tokenizer
 from triptych.inference.v1 import generation_pb2, inference_pb2, inference_pb2_grpc
 
+from services.common.philox import derived_seed
 from tests.support.calls import by_ids, chat, generate, greedy
 from tests.support.checkpoints import reference_ids
 from tests.support.cluster import Cluster, running
@@ -82,9 +83,40 @@ async def test_frontend_and_scheduler_stay_under_250_mib_while_serving(
 
 async def test_a_field_not_served_yet_is_refused_by_name(channel: grpc.aio.Channel) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as failure:
-        await generate(channel, by_ids([5], greedy(n=2)))
+        await generate(channel, by_ids([5], greedy(best_of=2)))
     assert failure.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    assert "options.n" in failure.value.details()
+    assert "options.best_of" in failure.value.details()
+
+
+async def test_S5_G2_three_choices_are_three_requests_and_usage_counts_them_all(channel: grpc.aio.Channel) -> None:
+    prompt = list(range(300, 340))
+
+    def sampled(seed: int, **options: object) -> inference_pb2.GenerateRequest:
+        sampling = generation_pb2.Sampling(temperature=1.0, top_p=0.95)
+        return by_ids(prompt, inference_pb2.Options(sampling=sampling, seed=seed, max_tokens=20, **options))
+
+    together = await generate(channel, sampled(77, n=3, min_delta_tokens=4))
+    apart = [await generate(channel, sampled(derived_seed(77, choice))) for choice in range(3)]
+    for index, one in enumerate(apart):
+        mine = [choice for message in together.messages for choice in message.choices if choice.index == index]
+        assert [token_id for choice in mine for token_id in choice.token_ids] == one.ids
+        assert "".join(choice.text for choice in mine) == one.text
+        assert len(mine) <= 6 and sum(choice.HasField("finish") for choice in mine) == 1
+    assert len({tuple(one.ids) for one in apart}) == 3
+    assert together.usage.prompt_tokens == len(prompt)
+    assert together.usage.completion_tokens == sum(len(one.ids) for one in apart)
+    # The first request filled two blocks of 16 tokens, which the later ones found.
+    assert [one.usage.cached_tokens for one in apart] == [32, 32, 32]
+
+
+async def test_K7_tenants_and_salts_share_no_blocks(channel: grpc.aio.Channel) -> None:
+    async def cached(tenant: str, salt: str = "") -> int:
+        request = by_ids(list(range(500, 540)), greedy(max_tokens=1, cache_salt=salt))
+        answer = await generate(channel, request, metadata=(("triptych-tenant", tenant),))
+        return answer.usage.cached_tokens
+
+    assert [await cached("a"), await cached("a"), await cached("b"), await cached("a", "X")] == [0, 32, 0, 0]
+    assert [await cached("b"), await cached("a", "X"), await cached("X")] == [32, 32, 0]
 
 
 def test_K1_a_prompt_larger_than_the_pool_is_refused_and_the_next_request_is_served(tiny: Path, tmp_path: Path) -> None:

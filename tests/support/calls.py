@@ -57,11 +57,16 @@ def by_text(text: str, options: inference_pb2.Options) -> inference_pb2.Generate
 
 
 async def generate(
-    channel: grpc.aio.Channel, request: inference_pb2.GenerateRequest, *, timeout_s: float = 300
+    channel: grpc.aio.Channel,
+    request: inference_pb2.GenerateRequest,
+    *,
+    timeout_s: float = 300,
+    metadata: tuple[tuple[str, str], ...] = (),
 ) -> Answer:
     """Runs one stream to its end. Raises grpc.aio.AioRpcError."""
     answer = Answer()
-    async for message in inference_pb2_grpc.InferenceServiceStub(channel).Generate(request, timeout=timeout_s):
+    stub = inference_pb2_grpc.InferenceServiceStub(channel)
+    async for message in stub.Generate(request, timeout=timeout_s, metadata=metadata):
         answer.messages.append(message)
     return answer
 
