@@ -156,6 +156,7 @@ class Executor:
             logits, hidden = self._runner.forward_with_hidden(inputs, self._batch.tables)
             computed = time.perf_counter()
             scored = score(inputs.scored, hidden, self._runner.head, self._facts.vocab_size)
+            self._batch.fail(np.array(scored.failed_slots, np.int64))
         else:
             logits = self._runner.forward(inputs, self._batch.tables)
             computed = time.perf_counter()

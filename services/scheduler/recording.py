@@ -29,7 +29,7 @@ from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import Failure, FailureKind, RequestKey, Submission
 from services.scheduler.core.residents import ChainedDigest
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.core.step import StepPlan, StepResult, Updates
+from services.scheduler.core.step import Scores, StepPlan, StepResult, Updates
 from services.scheduler.plan_codec import encode_plan
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,13 @@ class RecordedScheduler(Scheduler):
 
     def apply(self, result: StepResult, now_ns: int) -> Updates:
         """See Scheduler."""
-        written = {**asdict(result), "failed": list(result.failed.items())}
+        written = {
+            "step": result.step,
+            "token_counts": result.token_counts,
+            "token_ids": result.token_ids,
+            "failed": list(result.failed.items()),
+            "scores": [scores_to_json(slot, scores) for slot, scores in result.scores.items()],
+        }
         self._write("apply", now_ns=now_ns, result=written)
         return super().apply(result, now_ns)
 
@@ -165,7 +171,22 @@ def submission_from_json(values: dict[str, Any]) -> Submission:
 
 def result_from_json(values: dict[str, Any]) -> StepResult:
     """What was applied."""
-    return StepResult(**{**values, "failed": dict(values["failed"])})
+    scores = dict(scores_from_json(entry) for entry in values.get("scores", ()))
+    return StepResult(**{**values, "failed": dict(values["failed"]), "scores": scores})
+
+
+def scores_to_json(slot: int, scores: Scores) -> list[Any]:
+    """Columns in base64, to the bit."""
+    columns = (scores.logprobs.astype("<f4"), scores.ranks.astype("<u4"))
+    return [slot, scores.start, *(_text(column.tobytes()) for column in columns)]
+
+
+def scores_from_json(values: list[Any]) -> tuple[int, Scores]:
+    """What `scores_to_json` wrote."""
+    slot, start, logprobs, ranks = values
+    return slot, Scores(
+        start, np.frombuffer(base64.b64decode(logprobs), "<f4"), np.frombuffer(base64.b64decode(ranks), "<u4")
+    )
 
 
 def plan_to_json(plan: StepPlan | None) -> str | None:

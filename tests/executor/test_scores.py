@@ -168,4 +168,4 @@ def test_spans_are_gathered_for_the_slots_that_asked_up_to_the_prompts_end() -> 
     assert (span.start, span.token_ids.tolist()) == (9, ids[9:10])
     begin(batch, step=5, freed_slots=column(3))
     unasked = started(3, token_ids=column(*ids), block_ids=[column(5, 6)], prompt_tokens=10)
-    assert begin(batch, step=6, started=[unasked], slots=column(3), token_counts=column(9)).scored == ()
+    assert begin(batch, step=7, started=[unasked], slots=column(3), token_counts=column(9)).scored == ()

@@ -17,7 +17,15 @@ from services.common.digests import chained_digest
 from services.common.errors import StartError
 from services.scheduler import recording
 from services.scheduler.core.request import FailureKind, RequestKey, Submission
-from services.scheduler.recording import Journal, RecordedScheduler, submission_from_json, submission_to_json
+from services.scheduler.core.step import Scores
+from services.scheduler.recording import (
+    Journal,
+    RecordedScheduler,
+    result_from_json,
+    scores_to_json,
+    submission_from_json,
+    submission_to_json,
+)
 from services.scheduler.replay import replay
 from tests.support.attached import bench
 from tests.support.core_driver import MS, CoreDriver
@@ -35,6 +43,7 @@ def recorded_run(path: Path, steps: int = 300) -> CoreDriver:
             driver.submit(
                 rng.randint(1, 10),
                 choices=rng.choice([1, 2]),
+                prompt_logprobs=rng.choice([None, 0]),
                 deadline_ns=driver.now_ns + rng.randrange(40) * MS if rng.random() < 0.2 else None,
             )
         if event > 0.9:
@@ -147,3 +156,11 @@ async def test_a_scheduler_records_what_its_frontends_ask(model: Path, tmp_path:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600  # it holds prompts
     done = replay(path)
     assert done.difference is None and done.plans >= 5
+
+
+def test_prompt_logprobs_of_a_result_survive_the_file() -> None:
+    scores = Scores(3, np.float32([-0.1, -9999]), np.uint32([1, 2**32 - 1]))
+    values = json.loads(json.dumps([scores_to_json(7, scores)]))
+    read = result_from_json({"step": 1, "token_counts": [0], "token_ids": [], "failed": [], "scores": values}).scores
+    assert list(read) == [7] and read[7].start == 3
+    assert read[7].logprobs.tolist() == scores.logprobs.tolist() and read[7].ranks.tolist() == scores.ranks.tolist()

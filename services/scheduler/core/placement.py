@@ -33,6 +33,8 @@ def place(request: Request, pool: BlockPool, block_tokens: int) -> Placement | N
     """How `request` would start now; None while a sibling computes their prompt."""
     if request.wants_scores:  # of positions that only computing them tells
         return Placement([], -(-request.num_tokens // block_tokens), 0)
+    if request.siblings[0].wants_scores:  # they come before any choice's first id
+        return None
     if not request.output and len(request.siblings) > 1:
         computing = False
         for sibling in request.siblings:
