@@ -1,4 +1,4 @@
-"""A step of the scheduler's pure core with 256 and 1,024 running decodes: `python -m loadtest.bench_scheduler [--quick]`.
+"""A step of the scheduler's pure core, 256 and 1,024 running decodes: `python -m loadtest.bench_scheduler [--quick]`.
 
 Beside it the scheduler's whole work for a step, bytes in and bytes out, and vLLM's own scheduler where it is installed.
 """
@@ -146,17 +146,21 @@ async def _run(options: argparse.Namespace) -> None:
     times = 1 if options.quick else options.repetitions
     found = [Found(Case(n, prompt)) for n in options.requests for prompt in options.prompt_tokens]
     print(
-        f"pure core, prefix cache on, blocks of 16, 2 stop ids, all requests decode; {options.steps} steps a repetition, "
-        f"repetitions: {times}\n",
+        f"pure core, prefix cache on, blocks of 16, 2 stop ids, all requests decode; {options.steps} steps a "
+        f"repetition, repetitions: {times}\n",
         flush=True,
     )
     for repetition in range(times):
         for one in found:
             seed = options.seed + repetition
             one.ours.append(measure(one.case, steps=options.steps, whole_steps=options.whole_steps, seed=seed))
-            _say(f"{one.case.requests} requests, prompt {one.case.prompt_tokens}: {median(one.ours[-1].both_ms):.3f} ms")
+            _say(
+                f"{one.case.requests} requests, prompt {one.case.prompt_tokens}: {median(one.ours[-1].both_ms):.3f} ms"
+            )
     if python is not None:
-        await _measure_vllm(python, [one for one in found if one.case.prompt_tokens == options.prompt_tokens[0]], options)
+        await _measure_vllm(
+            python, [one for one in found if one.case.prompt_tokens == options.prompt_tokens[0]], options
+        )
     print(_table(found))
     if left_out := peers.absent_line((peers.VLLM,)):
         print(f"\n{left_out}")
@@ -177,9 +181,7 @@ async def _measure_vllm(python: Any, found: Sequence[Found], options: argparse.N
     )
     for one, repetitions in zip(found, measured, strict=True):
         for times_s in repetitions:
-            one.vllm.append(
-                Repetition(tuple(1e3 * s for s in times_s.plan_s), tuple(1e3 * s for s in times_s.apply_s))
-            )
+            one.vllm.append(Repetition(tuple(1e3 * s for s in times_s.plan_s), tuple(1e3 * s for s in times_s.apply_s)))
 
 
 def values(found: Sequence[Found]) -> dict[str, Any]:
@@ -205,9 +207,7 @@ def values(found: Sequence[Found]) -> dict[str, Any]:
         growth = flat[f"plan_apply_{many}_ms"] / flat[f"plan_apply_{few}_ms"]
         flat["exponent_in_requests"] = math.log(growth) / math.log(many / few)
     if long > short:
-        flat["long_to_short_prompt_ratio"] = (
-            flat[f"plan_apply_{few}_prompt_{long}_ms"] / flat[f"plan_apply_{few}_ms"]
-        )
+        flat["long_to_short_prompt_ratio"] = flat[f"plan_apply_{few}_prompt_{long}_ms"] / flat[f"plan_apply_{few}_ms"]
     return flat
 
 
@@ -223,7 +223,18 @@ def _table(found: Sequence[Found]) -> str:
         if one.vllm:
             rows.append(_row("vllm", one.case, one.vllm))
     return report.table(
-        ("ms a step: median (range)", "requests", "prompt", "plan", "apply", "plan + apply", "p99", "CPU", "whole step"), rows
+        (
+            "ms a step: median (range)",
+            "requests",
+            "prompt",
+            "plan",
+            "apply",
+            "plan + apply",
+            "p99",
+            "CPU",
+            "whole step",
+        ),
+        rows,
     )
 
 
