@@ -10,7 +10,7 @@ from services.common.digests import chained_digest, prompt_digests, root_digest
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import RequestKey, Submission
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.core.step import StepPlan, StepResult
+from services.scheduler.core.step import Start, StepPlan, StepResult
 
 VOCAB_SIZE = 49_152
 BLOCK_TOKENS = 16
@@ -44,13 +44,13 @@ class CoreLoad:
         self._sampling = sampling
         self._submitted = 0
         self._missing: dict[int, int] = {}  # slot: tokens to compute until it samples
-        # Those that start first decode while the others prefill.
-        self._output_tokens = decode_steps + sum((*prompts, *more)) // max_step_tokens + BLOCK_TOKENS
-        longest = max(*prompts, *more) + self._output_tokens if more else max(prompts) + self._output_tokens
+        # Those that start first decode while the others prefill, in what the decodes leave of a step.
+        prefill_steps = sum(prompts) // (max_step_tokens - len(prompts)) + 1
+        self._output_tokens = decode_steps + prefill_steps + BLOCK_TOKENS
         self.core = Scheduler(
             Limits(
                 vocab_size=VOCAB_SIZE,
-                context_tokens=longest,
+                context_tokens=max((*prompts, *more)) + self._output_tokens,
                 num_blocks=1 + sum(-(-(prompt + self._output_tokens) // BLOCK_TOKENS) for prompt in (*prompts, *more)),
                 block_tokens=BLOCK_TOKENS,
                 max_slots=len(prompts) + len(more),
@@ -99,14 +99,16 @@ class CoreLoad:
             counts.append(int(missing == 0))
         return StepResult(plan.step, counts, self._rng.integers(FIRST_ID, VOCAB_SIZE, sum(counts)).tolist())
 
-    def prefill(self) -> None:
-        """Steps until every request decodes."""
+    def prefill(self) -> list[Start]:
+        """Steps until every request decodes; what they named whole."""
+        started: list[Start] = []
         while True:
             plan = self.plan()
+            started += plan.started
             self.core.apply(self.answer(plan), self.now_ns)
             self.core.take_kv_events()
             if self.core.num_waiting == 0 and plan.num_tokens == len(plan.slots) == self.core.num_running:
-                return
+                return started
 
 
 def spread_phases(requests: int, prompt_tokens: int) -> list[int]:

@@ -60,7 +60,8 @@ def _write_model(folder: Path, asked: dict[str, Any]) -> None:
 def _scheduler(folder: Path, asked: dict[str, Any], prompts: list[int]) -> tuple[Scheduler, Any]:
     block_tokens = asked["block_tokens"]
     # Room for all to the end, so that nothing is preempted: those that start first decode while the others prefill.
-    output = asked["steps"] + asked["warmup_steps"] + sum(prompts) // asked["max_step_tokens"] + block_tokens
+    output = asked["steps"] + asked["warmup_steps"] + block_tokens
+    output += sum(prompts) // (asked["max_step_tokens"] - len(prompts))
     num_blocks = sum(-(-(prompt + output) // block_tokens) for prompt in prompts) + 1
     cache = CacheConfig(block_size=block_tokens, enable_prefix_caching=True)
     cache.num_gpu_blocks = num_blocks
