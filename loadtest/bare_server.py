@@ -18,7 +18,7 @@ from triptych.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from services.common.server import server_options
 
-DELTA = inference_pb2.GenerateResponse(choices=[inference_pb2.Choice(text=" token", token_ids=[12_345])])
+DELTA = inference_pb2.GenerateResponse(choices=[inference_pb2.Choice(text=" token", token_ids=[40_000])])
 
 
 class BareService(inference_pb2_grpc.InferenceServiceServicer):

@@ -93,7 +93,7 @@ async def measure(options: argparse.Namespace, times: int) -> Found:
     streams, tokens = options.streams, options.tokens
     async with (
         pipeline.bare() as bare,
-        pipeline.engine(options.model, streams, options.profile) as ours,
+        pipeline.engine(options.model, streams, step_ms=options.step_ms, profile=options.profile) as ours,
     ):
         coalesces = await pipeline.coalesces(ours.address)
         for running in (bare, ours):
@@ -178,6 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--bare-tokens", type=int, default=BARE_TOKENS, help="messages of a stream of the bare pair (%(default)s)")
     add("--coalesced-tokens", type=int, default=COALESCED_TOKENS, help="of a coalesced stream (%(default)s)")
     add("--min-delta-tokens", type=int, default=MIN_DELTA_TOKENS, help="ids a coalesced message holds (%(default)s)")
+    add("--step-ms", type=float, default=0.0, help="time that a step of the stub executor takes (%(default)g)")
     add("--profile", type=Path, metavar="FOLDER", help="run frontend and scheduler under cProfile, which slows them")
     return parser
 

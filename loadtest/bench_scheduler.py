@@ -12,12 +12,13 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from triptych.executor.v1 import executor_pb2
 
-from loadtest import peer_vllm_scheduler, peers, report
+from loadtest import peer_vllm_scheduler, peers, plot, report
 from loadtest.core_load import CoreLoad, spread_phases
 from services.common.errors import StartError
 from services.scheduler import outputs
@@ -141,6 +142,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _run(options: argparse.Namespace) -> None:
+    if options.plot is not None:
+        plot.require()
     python = peers.python_of(peers.VLLM)
     facts = report.head("bench_scheduler")
     times = 1 if options.quick else options.repetitions
@@ -165,10 +168,12 @@ async def _run(options: argparse.Namespace) -> None:
     if left_out := peers.absent_line((peers.VLLM,)):
         print(f"\n{left_out}")
     print(flush=True)
+    if options.plot is not None:
+        _draw(options.plot, found)
     report.last_line(facts | {"repetitions": times, "steps": options.steps, "quick": options.quick} | values(found))
 
 
-async def _measure_vllm(python: Any, found: Sequence[Found], options: argparse.Namespace) -> None:
+async def _measure_vllm(python: Path, found: Sequence[Found], options: argparse.Namespace) -> None:
     _say("vLLM's scheduler on the same requests")
     times = 1 if options.quick else options.repetitions
     measured = await peer_vllm_scheduler.measure(
@@ -256,6 +261,19 @@ def _row(name: str, case: Case, repetitions: Sequence[Repetition]) -> tuple[str,
     )
 
 
+def _draw(file: Path, found: Sequence[Found]) -> None:
+    def steps_s(repetitions: Sequence[Repetition]) -> list[float]:
+        return [ms / 1e3 for one in repetitions for ms in one.both_ms]
+
+    panels: dict[str, dict[str, list[float]]] = {}
+    for one in found:
+        lines = panels.setdefault(f"plan + apply, {one.case.requests} requests", {})
+        lines[f"triptych, prompt {one.case.prompt_tokens}"] = steps_s(one.ours)
+        if one.vllm:
+            lines[f"vllm, prompt {one.case.prompt_tokens}"] = steps_s(one.vllm)
+    plot.cumulative(file, "a step of the scheduler", panels)
+
+
 def _say(line: str) -> None:
     print(f"loadtest.bench_scheduler: {line}", file=sys.stderr, flush=True)
 
@@ -270,6 +288,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", type=int, default=STEPS, help="a repetition (%(default)s)")
     add("--whole-steps", type=int, default=QUICK_STEPS_WHOLE, help="timed from bytes to bytes (%(default)s)")
     add("--seed", type=int, default=1, help="of ids (%(default)s)")
+    add("--plot", type=Path, metavar="FILE", help="draw the steps' times; needs the extra `bench`")
     return parser
 
 

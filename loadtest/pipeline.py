@@ -66,7 +66,9 @@ class Rate:
 
 
 @asynccontextmanager
-async def engine(model: str, streams: int, profile: Path | None = None) -> AsyncIterator[Running]:
+async def engine(
+    model: str, streams: int, *, step_ms: float = 0.0, profile: Path | None = None
+) -> AsyncIterator[Running]:
     """Stub executor, scheduler and frontend, ready. With `profile`, the latter two leave cProfile's files there.
 
     Raises StartError with the last lines of a process that ends or is not ready in time.
@@ -77,7 +79,13 @@ async def engine(model: str, streams: int, profile: Path | None = None) -> Async
     addresses = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
     common = ("--model", str(folder), "--log-level", "warning")
     commands = {
-        "executor": ["loadtest.stub_executor", "--vocab-size", str(read_config(folder).vocab_size)],
+        "executor": [
+            "loadtest.stub_executor",
+            "--vocab-size",
+            str(read_config(folder).vocab_size),
+            "--step-ms",
+            str(step_ms),
+        ],
         "scheduler": ["services.cli.main", "scheduler", *common, "--executor", addresses["executor"]],
         "frontend": ["services.cli.main", "frontend", *common, "--engine", addresses["scheduler"]],
     }
