@@ -52,7 +52,8 @@ async def measure(
         except TimeoutError:
             raise StartError(f"vLLM's scheduler was not measured within {TIMEOUT_S:g} s") from None
         if code != 0:
-            raise StartError("\n".join(["vLLM's scheduler could not be measured; the last lines:", *peer.lines]))
+            lines = await peer.last_lines()
+            raise StartError("\n".join(["vLLM's scheduler could not be measured; its last lines:", *lines]))
     return _by_case(json.loads(said.splitlines()[-1]), repetitions)
 
 

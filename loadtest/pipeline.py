@@ -127,7 +127,8 @@ async def _ready(
         while not await asks(channel):
             for name, one in processes.items():
                 if one.process.returncode is not None:
-                    raise StartError("\n".join([f"the {name} ended while starting; its last lines:", *one.lines]))
+                    lines = await one.last_lines()
+                    raise StartError("\n".join([f"the {name} ended while starting; its last lines:", *lines]))
             if time.monotonic() > deadline_s:
                 lines = [f"{name} | {line}" for name, one in processes.items() for line in one.lines]
                 raise StartError("\n".join([f"not ready within {START_S:g} s; the last lines:", *lines]))
