@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 
+PLOTTED := bench_serve bench_scheduler
+
 GO_PACKAGES := $(shell sed -n 's/^\# *apt-get install //p' clients/go/build.sh)
 
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
@@ -56,11 +58,12 @@ lint: install ## ruff, mypy, import-linter, buf lint, buf breaking
 	$(BIN)/lint-imports
 	cd proto && ../$(BIN)/buf lint && ../$(BIN)/buf breaking --against image.binpb
 
-bench: model ## run every benchmark
-	@found=; for file in loadtest/bench_*.py; do \
-		test -e "$$file" || continue; \
-		found=1; echo "== $$file"; $(BIN)/python -m "loadtest.$$(basename "$$file" .py)" || exit; \
-	done; test -n "$$found" || echo "there is no benchmark yet"
+bench: model ## run every benchmark, redraw docs/bench_*.svg
+	@for file in loadtest/bench_*.py; do \
+		name=$$(basename "$$file" .py); plot=; \
+		case " $(PLOTTED) " in *" $$name "*) plot="--plot docs/$$name.svg";; esac; \
+		echo "== $$file"; $(BIN)/python -m "loadtest.$$name" $$plot || exit; \
+	done
 
 gpu-check: ## check the kernels on a GPU (none yet)
 	@echo "nothing to check: the CUDA kernels are not written yet, the executor serves --device cpu alone" >&2; exit 1

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 STOP_S = 10.0
+READ_S = 1.0
 KEPT_LINES = 15
 
 
@@ -22,6 +23,12 @@ class PeerProcess:
 
     process: asyncio.subprocess.Process
     lines: deque[str]
+    reader: asyncio.Task[None]
+
+    async def last_lines(self) -> list[str]:
+        """Once it has ended: all it wrote is read, unless a process that it left behind holds on to its output."""
+        await asyncio.wait({self.reader}, timeout=READ_S)
+        return list(self.lines)
 
 
 @asynccontextmanager
@@ -42,7 +49,7 @@ async def running(command: Sequence[str], environment: Mapping[str, str], *, pip
     assert stream is not None
     reader = asyncio.create_task(_read(stream, lines))
     try:
-        yield PeerProcess(process, lines)
+        yield PeerProcess(process, lines, reader)
     finally:
         await _end(process)
         reader.cancel()

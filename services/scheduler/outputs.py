@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import grpc
@@ -76,7 +76,7 @@ def split(
     updates: Updates, logprobs: OwnLogprobs | None = None, retry_after_ms: int | None = None
 ) -> dict[int, Outputs]:
     """`updates` by the frontend that asked; `retry_after_ms` is told to those that found the queue full."""
-    known = {}
+    known: dict[int, tuple[float, int]] = {}
     if logprobs is not None:
         values = zip(logprobs.logprobs.tolist(), logprobs.ranks.tolist(), strict=True)
         known = dict(zip(logprobs.places.tolist(), values, strict=True))
@@ -88,18 +88,13 @@ def split(
             found = shares[frontend] = Outputs(updates.step)
         return found
 
-    at = 0
-    for key, count in zip(updates.keys, updates.counts, strict=True):
-        mine = share(key.frontend)
-        mine.request_ids.append(key.request_id)
-        mine.counts.append(count)
-        for i in range(at, at + count):
-            if known and (own := known.get(updates.places[i])) is not None:
-                mine.places.append(len(mine.token_ids))
-                mine.logprobs.append(own[0])
-                mine.ranks.append(own[1])
-            mine.token_ids.append(updates.token_ids[i])
-        at += count
+    if not known and len(frontends := {frontend for frontend, _ in updates.keys}) == 1:
+        # By far the most steps are of one frontend, without log-probabilities: its columns are the step's.
+        mine = share(frontends.pop())
+        mine.request_ids = [request_id for _, request_id in updates.keys]
+        mine.counts, mine.token_ids = updates.counts, updates.token_ids
+    else:
+        _share_ids(updates, known, share)
     for key, scores in updates.scores:
         share(key.frontend).scores.append((key.request_id, scores))
     for started in updates.started:
@@ -109,6 +104,22 @@ def split(
     for failure in updates.failed:
         share(failure.key.frontend).failed.append(_failed(failure, retry_after_ms))
     return shares
+
+
+def _share_ids(updates: Updates, known: Mapping[int, tuple[float, int]], share: Callable[[int], Outputs]) -> None:
+    """`known` is log-probability and rank by place in the result."""
+    at = 0
+    for (frontend, request_id), count in zip(updates.keys, updates.counts, strict=True):
+        mine = share(frontend)
+        mine.request_ids.append(request_id)
+        mine.counts.append(count)
+        for i in range(at, at + count):
+            if known and (own := known.get(updates.places[i])) is not None:
+                mine.places.append(len(mine.token_ids))
+                mine.logprobs.append(own[0])
+                mine.ranks.append(own[1])
+            mine.token_ids.append(updates.token_ids[i])
+        at += count
 
 
 def merge(shares: Sequence[Outputs]) -> Outputs:
@@ -163,7 +174,7 @@ def encode(outputs: Outputs) -> engine_pb2.AttachResponse:
     all_one = len(outputs.token_ids) == len(outputs.request_ids)
     message = engine_pb2.StepOutputs(
         step=outputs.step,
-        request_ids=column(outputs.request_ids, "<u8"),
+        request_ids=column(outputs.request_ids, "Q"),
         token_counts=b"" if all_one else column(outputs.counts),
         token_ids=column(outputs.token_ids),
         prompt_logprobs=[_scores(request_id, scores) for request_id, scores in outputs.scores],

@@ -63,15 +63,16 @@ class Step:
         # One token may be a prompt of one, or what was left of a longer one.
         singles += [chunk.request for chunk in self.chunks if chunk.count == 1]
         chunks = [chunk for chunk in self.chunks if chunk.count > 1]
+        samples = self.samples
         for request in singles:
             computed_before += request.num_computed
             request.num_computed = computed = request.num_computed + 1
             request.last_step = number
             if computed == request.num_tokens:
                 request.num_tokens = computed + 1
-                self.samples.append(1)
+                samples.append(1)
             else:
-                self.samples.append(0)
+                samples.append(0)
             if request.is_scored:
                 self._expect_scores(request, computed - 1)
         for chunk in chunks:

@@ -132,6 +132,7 @@ class Request:
         "queued_ns",
         "queued_tokens",
         "rank",
+        "room_tokens",
         "scheduled_ns",
         "seed",
         "siblings",
@@ -175,6 +176,8 @@ class Request:
         self.next_scored = 1 if submission.has_scores and choice == 0 else self.num_tokens
         self.is_scored = False
         self.blocks: list[int] = []
+        self.room_tokens = 0
+        """Tokens that `blocks` hold; a number of its own, since it is compared in every step."""
         self.slot = NO_SLOT
         self.last_step = NEVER  # the last planned step that has a row of it
         self.ended = False

@@ -46,6 +46,7 @@ class Residents:
         new_blocks = self.pool.take(placement.num_new)
         request.slot = self.slots.take()
         request.blocks = placement.shared + new_blocks
+        request.room_tokens = len(request.blocks) * self._block_tokens
         request.num_computed = request.num_stored = computed = placement.num_computed
         next_full = (computed // self._block_tokens + 1) * self._block_tokens
         request.next_stored = next_full if self.caches(request) else _NO_BLOCK
@@ -55,6 +56,7 @@ class Residents:
         """One block more, of those that are free."""
         (block,) = self.pool.take(1)
         request.blocks.append(block)
+        request.room_tokens += self._block_tokens
         return block
 
     def evict(self, request: Request) -> None:
@@ -116,7 +118,7 @@ class Residents:
     def _release(self, request: Request) -> None:
         self.pool.release(reversed(request.blocks))  # so that its prefix outlives its tail in the cache
         self.slots.release(request.slot)
-        request.blocks, request.slot, request.num_computed = [], NO_SLOT, 0
+        request.blocks, request.slot, request.room_tokens, request.num_computed = [], NO_SLOT, 0, 0
 
 
 def _rank(request: Request) -> tuple[int, int]:

@@ -296,20 +296,18 @@ class Scheduler:
 
     def _plan_decodes(self, step: Step) -> list[Request]:
         """Adds the requests that miss one token; returns those that miss more."""
-        running, block_tokens = self._running, self.limits.block_tokens
         prefills = []
-        place = 0
-        while place < len(running):  # it may shrink from its end
-            request = running[place]
-            place += 1
+        singles, budget = step.singles, step.budget
+        for request in self._running:  # it may shrink from its end, which a list's iterator allows
             computed = request.num_computed
             if request.num_tokens - computed > 1:
                 prefills.append(request)
-            elif computed < request.last_computed and step.budget > 0:  # else its last id is on its way
-                if computed == len(request.blocks) * block_tokens and not self._grow(request, step):
+            elif computed < request.last_computed and budget > 0:  # else its last id is on its way
+                if computed == request.room_tokens and not self._grow(request, step):
                     break  # it was the last, and is preempted
-                step.singles.append(request)
-                step.budget -= 1
+                singles.append(request)
+                budget -= 1
+        step.budget = budget
         return prefills
 
     def _grow(self, request: Request, step: Step) -> bool:
@@ -408,14 +406,23 @@ class Scheduler:
         updates = Updates(step.number)
         if result.scores:
             self._take_scores(step, result, now_ns, updates)
-        token_ids, place = result.token_ids, 0
+        self._apply_rows(step, result, now_ns, updates)
+        self._residents.release_leaving(self._applied_step)
+        return updates
+
+    def _apply_rows(self, step: Step, result: StepResult, now_ns: int, updates: Updates) -> None:
+        # Every running request passes here in every step: what most rows need stands in the loop.
+        token_ids, failed, keys, vocab_size = result.token_ids, result.failed, updates.keys, self.limits.vocab_size
+        place = 0
+        dropped: set[int] = set()
         for request, slot, computed, count in zip(
             step.requests, step.row_slots, step.token_counts, result.token_counts, strict=True
         ):
             if request.ended:
                 self.dropped_tokens += count
-            elif slot in result.failed:
-                message = f"the executor could not compute it: {result.failed[slot]}"
+                dropped.update(range(place, place + count))
+            elif failed and slot in failed:
+                message = f"the executor could not compute it: {failed[slot]}"
                 self._fail(request, FailureKind.ROW_FAILED, message, updates)
             else:
                 if request.slot == slot:  # else it was preempted, and this KV is gone
@@ -423,11 +430,25 @@ class Scheduler:
                     if stored >= request.next_stored:
                         self._residents.store(request)
                 if count:
-                    self._append(request, token_ids[place], place, now_ns, updates)
+                    token_id = token_ids[place]
+                    if 0 <= token_id < vocab_size:
+                        output = request.output
+                        output.append(token_id)
+                        keys.append(request.key)
+                        request.account.served += OUTPUT_WEIGHT
+                        length = len(output)
+                        if length == 1:
+                            self._note_first(request, now_ns, updates)
+                        if token_id in request.stop_ids and length > request.min_tokens:
+                            self._finish(request, FinishReason.STOP, token_id, now_ns, updates)
+                        elif length >= request.max_tokens:
+                            self._finish(request, FinishReason.LENGTH, None, now_ns, updates)
+                    else:
+                        message = f"the executor returned id {token_id}, the vocabulary has {vocab_size}"
+                        self._fail(request, FailureKind.BAD_TOKEN_ID, message, updates)
+                        dropped.add(place)
             place += count
-        updates.counts = [1] * len(updates.keys)
-        self._residents.release_leaving(self._applied_step)
-        return updates
+        updates.take_ids(token_ids, dropped)
 
     def _take_scores(self, step: Step, result: StepResult, now_ns: int, updates: Updates) -> None:
         """Passes on what was not told before: what the executor computes again after a preemption, it scores again."""
@@ -440,26 +461,11 @@ class Scheduler:
             if request.max_tokens == 0 and not request.wants_scores:
                 self._finish(request, FinishReason.LENGTH, None, now_ns, updates)
 
-    def _append(self, request: Request, token_id: int, place: int, now_ns: int, updates: Updates) -> None:
-        if token_id >= self.limits.vocab_size or token_id < 0:
-            message = f"the executor returned id {token_id}, the vocabulary has {self.limits.vocab_size}"
-            self._fail(request, FailureKind.BAD_TOKEN_ID, message, updates)
-            return
-        output = request.output
-        output.append(token_id)
-        request.account.served += OUTPUT_WEIGHT
-        updates.keys.append(request.key)
-        updates.token_ids.append(token_id)
-        updates.places.append(place)
-        if len(output) == 1:
-            request.first_token_ns = now_ns
-            updates.started.append(
-                Started(request.key, request.queued_ns, request.scheduled_ns, now_ns, request.cached_tokens)
-            )
-        if token_id in request.stop_ids and len(output) > request.min_tokens:
-            self._finish(request, FinishReason.STOP, token_id, now_ns, updates)
-        elif len(output) >= request.max_tokens:
-            self._finish(request, FinishReason.LENGTH, None, now_ns, updates)
+    def _note_first(self, request: Request, now_ns: int, updates: Updates) -> None:
+        request.first_token_ns = now_ns
+        updates.started.append(
+            Started(request.key, request.queued_ns, request.scheduled_ns, now_ns, request.cached_tokens)
+        )
 
     def _finish(
         self, request: Request, reason: FinishReason, stop_id: int | None, now_ns: int, updates: Updates

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -133,8 +134,17 @@ class Updates:
     keys: list[RequestKey] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)
+    places: Sequence[int] = field(default_factory=list)
     scores: list[tuple[RequestKey, Scores]] = field(default_factory=list)
     started: list[Started] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
     failed: list[Failure] = field(default_factory=list)
+
+    def take_ids(self, token_ids: list[int], dropped: Set[int]) -> None:
+        """The result's ids but for those at the `dropped` places; one for each of `keys`."""
+        self.places = range(len(token_ids))
+        self.token_ids = token_ids
+        if dropped:
+            self.places = [place for place in self.places if place not in dropped]
+            self.token_ids = [token_ids[place] for place in self.places]
+        self.counts = [1] * len(self.keys)
