@@ -14,27 +14,28 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
-from triptych.inference.v1 import inference_pb2, inference_pb2_grpc
+from triptych.inference.v1 import inference_pb2
 
 from services.common.server import server_options
 
+SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 DELTA = inference_pb2.GenerateResponse(choices=[inference_pb2.Choice(text=" token", token_ids=[40_000])])
 
 
-class BareService(inference_pb2_grpc.InferenceServiceServicer):
-    """No text, no engine, no check."""
-
-    async def Generate(  # noqa: N802
-        self, request: Any, context: Any
-    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        """The same delta, so many times."""
-        for _ in range(request.options.max_tokens):
-            yield DELTA
+async def _generate(request: Any, context: Any) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    """The same delta, so many times: no text, no engine, no check."""
+    for _ in range(request.options.max_tokens):
+        yield DELTA
 
 
 async def _serve(port: int) -> None:
     server = grpc.aio.server(options=server_options())
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(BareService(), server)
+    handler = grpc.unary_stream_rpc_method_handler(
+        _generate,
+        request_deserializer=inference_pb2.GenerateRequest.FromString,
+        response_serializer=inference_pb2.GenerateResponse.SerializeToString,
+    )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Generate": handler}),))
     server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
     await server.wait_for_termination()

@@ -147,6 +147,7 @@ def _outcome(result: StepResult) -> Outcome:
         logprob_places=np.zeros(0, np.int64),
         logprobs=np.zeros(0, np.float32),
         ranks=np.zeros(0, np.uint32),
+        prompt_scores=(),
         execute_us=8000,
         sample_us=500,
     )
