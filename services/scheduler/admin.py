@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -68,9 +69,9 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         if request.HasField("from_sequence"):
             sequence = request.from_sequence
         else:
-            messages = list(log.snapshot(self._engine.cached_blocks(), now_ns()))
             sequence = log.sequence + 1
-            for message in messages:
+            for message in log.snapshot(self._engine.cached_blocks(), log.sequence, now_ns()):
                 yield message
+                await asyncio.sleep(0)  # a step may be due
         async for message in log.follow(sequence):
             yield message

@@ -54,11 +54,15 @@ class KvEventLog:
             self._more.set()
             self._more = asyncio.Event()
 
-    def snapshot(self, cached: Sequence[Stored], unix_ns: int) -> Iterator[admin_pb2.SubscribeKvEventsResponse]:
-        """All that is cached, in messages of the number that they bring a subscriber up to; one at least."""
+    def snapshot(
+        self, cached: Sequence[Stored], sequence: int, unix_ns: int
+    ) -> Iterator[admin_pb2.SubscribeKvEventsResponse]:
+        """All that is cached, in messages of the number that they bring a subscriber up to; one at least.
+
+        Each is made when it is asked for, so that a large cache holds up no step.
+        """
         for start in range(0, max(1, len(cached)), EVENTS_A_MESSAGE):
-            piece = cached[start : start + EVENTS_A_MESSAGE]
-            yield self._message(Entry(self._sequence, unix_ns, piece))
+            yield self._message(Entry(sequence, unix_ns, cached[start : start + EVENTS_A_MESSAGE]))
 
     async def follow(self, from_sequence: int) -> AsyncIterator[admin_pb2.SubscribeKvEventsResponse]:
         """Entries from that number on, without end. Raises RequestError(OUT_OF_RANGE) for one no longer or not yet."""

@@ -147,6 +147,6 @@ async def test_large_changes_and_snapshots_come_in_messages_of_bounded_size() ->
     log.append(events, 1)
     assert log.sequence == 2
     assert [len(message.events) for message in await taken(log, 1, 2)] == [EVENTS_A_MESSAGE, 1]
-    snapshot = list(log.snapshot(events, 1))
+    snapshot = list(log.snapshot(events, 2, 1))
     assert [(message.sequence, len(message.events)) for message in snapshot] == [(2, EVENTS_A_MESSAGE), (2, 1)]
-    assert [len(message.events) for message in log.snapshot([], 1)] == [0]
+    assert [len(message.events) for message in log.snapshot([], 2, 1)] == [0]

@@ -112,9 +112,8 @@ class BlockPool:
     def flush(self) -> int:
         """Makes every block unfindable; how many were. Free ones keep their place in the list."""
         flushed = len(self._by_digest)
-        for block in self._by_digest.values():
-            self._stored[block] = None
-        self._by_digest.clear()
+        self._stored = [None] * len(self._stored)
+        self._by_digest = {}
         if flushed:
             self.events.append(Cleared())
         return flushed
