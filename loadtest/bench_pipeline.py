@@ -22,7 +22,7 @@ from services.common.checkpoint import EMBEDDED_MODEL
 from services.common.errors import StartError
 
 STREAMS = 256
-TOKENS = 160
+TOKENS = 256
 BARE_TOKENS = 320
 COALESCED_TOKENS = 480
 MIN_DELTA_TOKENS = 16
