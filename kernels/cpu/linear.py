@@ -77,6 +77,21 @@ def pack(weight: npt.NDArray[Any]) -> Packed:
     return Packed(panels, outputs)
 
 
+def gather(weights: Packed, outputs: npt.NDArray[np.int64], out: Float32s) -> None:
+    """out [n, depth] float32 = the weights of each of `outputs` [n]: an embedding held as its tied output layer.
+
+    Raises IndexError for an output that there is not.
+    """
+    if len(outputs) and not 0 <= outputs.min() <= outputs.max() < weights.outputs:
+        raise IndexError(f"outputs {outputs.min()} to {outputs.max()} are asked for, there are {weights.outputs}")
+    panel, lane = np.divmod(outputs, tile.OUTPUTS)
+    rows = weights.panels[panel, :, lane]
+    if rows.dtype == np.uint16:
+        np.left_shift(rows, 16, out=out.view(np.uint32), dtype=np.uint32)
+    else:
+        out[:] = rows
+
+
 def multiply(x: Float32s, weights: Packed, bias: Float32s | None, out: Float32s, threads: int) -> None:
     """out = x @ weight.T + bias, by `threads` of numba's threads.
 
@@ -85,7 +100,7 @@ def multiply(x: Float32s, weights: Packed, bias: Float32s | None, out: Float32s,
     rows = len(x)
     if x.shape != (rows, weights.depth) or out.shape != (rows, weights.outputs):
         raise ValueError(
-            f"x {x.shape} and out {out.shape} do not fit weights of {weights.outputs} outputs and {weights.depth} inputs"
+            f"x {x.shape} and out {out.shape} do not fit {weights.outputs} outputs and {weights.depth} inputs"
         )
     if bias is not None:
         out[:] = bias

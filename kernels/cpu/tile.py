@@ -28,9 +28,10 @@ _SHIFT = ir.Constant(_I32S, [16] * OUTPUTS)
 def multiply(rows: int, bfloat16: bool) -> Callable[..., None]:
     """A function for compiled code: (x, x_stride, w, depth, y, y_stride, resume, ahead, ahead_step).
 
-    All are int64, the arrays as addresses. y [rows, 16] float32 becomes x [rows, depth] float32 @ w [depth, 16], plus what it held where `resume` is not 0.
-    Strides are between rows, in elements. w is contiguous, float32 or bfloat16. depth is 1 or more. Meanwhile the cache
-    is asked for ahead, ahead + ahead_step, ... (bytes), a line for each element of depth: what will be read next.
+    All are int64, the arrays as addresses. y [rows, 16] float32 becomes x [rows, depth] float32 @ w [depth, 16], plus
+    what it held where `resume` is not 0. Strides are between rows, in elements. w is contiguous, float32 or bfloat16.
+    depth is 1 or more. Meanwhile the cache is asked for ahead, ahead + ahead_step, ... (bytes), a line for each element
+    of depth: what will be read next.
 
     Each output is one chain of fused multiply-adds in the order of depth: its bits depend neither on the tile's shape
     nor on where `depth` is cut, so a row's result is the same whatever rows share the product.

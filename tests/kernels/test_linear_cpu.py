@@ -99,6 +99,18 @@ def test_nan_and_infinity_in_a_weight_reach_its_output_alone(kind: str) -> None:
     assert np.isfinite(np.delete(out, [4, 32], axis=1)).all()
 
 
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_gathered_weights_are_those_that_were_packed(kind: str) -> None:
+    packed, weight = stored(33, 65, kind)
+    for ids in ([], [32], [0, 16, 15, 16, 31]):
+        out = np.full((len(ids), 65), np.nan, np.float32)
+        linear.gather(packed, np.array(ids, np.int64), out)
+        assert np.array_equal(out, weight[ids])
+    for missing in (-1, 33):
+        with pytest.raises(IndexError, match=f"{missing} are asked for, there are 33"):
+            linear.gather(packed, np.array([missing]), np.empty((1, 65), np.float32))
+
+
 def test_no_rows_and_no_depth() -> None:
     packed, _ = stored(33, 64, "float32")
     assert product(np.zeros((0, 64), np.float32), packed).shape == (0, 33)
@@ -109,7 +121,7 @@ def test_no_rows_and_no_depth() -> None:
 
 def test_arrays_that_do_not_fit_are_refused() -> None:
     packed, _ = stored(33, 64, "float32")
-    with pytest.raises(ValueError, match=r"x \(2, 65\) and out \(2, 33\) do not fit weights of 33 outputs and 64"):
+    with pytest.raises(ValueError, match=r"x \(2, 65\) and out \(2, 33\) do not fit 33 outputs and 64"):
         product(np.zeros((2, 65), np.float32), packed)
     with pytest.raises(TypeError, match="weights are float64"):
         linear.pack(np.zeros((2, 2)))
