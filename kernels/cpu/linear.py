@@ -38,9 +38,6 @@ _AHEAD_BYTES = 3072
 
 _OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True, "cache": True}
 
-_B1, _B2, _B3, _B4, _B5, _B6 = (tile.multiply(rows, bfloat16=True) for rows in range(1, tile.ROWS + 1))
-_F1, _F2, _F3, _F4, _F5, _F6 = (tile.multiply(rows, bfloat16=False) for rows in range(1, tile.ROWS + 1))
-
 Float32s = npt.NDArray[np.float32]
 
 
@@ -111,38 +108,6 @@ def multiply(x: Float32s, weights: Packed, bias: Float32s | None, out: Float32s,
 
 
 @njit(**_OPTIONS)
-def _few_bfloat16(rows, x, x_stride, w, depth, y, y_stride, resume, ahead, step):  # type: ignore[no-untyped-def]  # pragma: no cover
-    if rows == 1:
-        _B1(x, x_stride, w, depth, y, y_stride, resume, ahead, step)
-    elif rows == 2:
-        _B2(x, x_stride, w, depth, y, y_stride, resume, ahead, step)
-    elif rows == 3:
-        _B3(x, x_stride, w, depth, y, y_stride, resume, ahead, step)
-    elif rows == 4:
-        _B4(x, x_stride, w, depth, y, y_stride, resume, ahead, step)
-    elif rows == 5:
-        _B5(x, x_stride, w, depth, y, y_stride, resume, ahead, step)
-    else:
-        _B6(x, x_stride, w, depth, y, y_stride, resume, ahead, step)
-
-
-@njit(**_OPTIONS)
-def _few_float32(rows, x, x_stride, w, depth, y, y_stride, resume, ahead, step):  # type: ignore[no-untyped-def]  # pragma: no cover
-    if rows == 1:
-        _F1(x, x_stride, w, depth, y, y_stride, resume, ahead, step)
-    elif rows == 2:
-        _F2(x, x_stride, w, depth, y, y_stride, resume, ahead, step)
-    elif rows == 3:
-        _F3(x, x_stride, w, depth, y, y_stride, resume, ahead, step)
-    elif rows == 4:
-        _F4(x, x_stride, w, depth, y, y_stride, resume, ahead, step)
-    elif rows == 5:
-        _F5(x, x_stride, w, depth, y, y_stride, resume, ahead, step)
-    else:
-        _F6(x, x_stride, w, depth, y, y_stride, resume, ahead, step)
-
-
-@njit(**_OPTIONS)
 def _widen(panel, begin, count, out):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """out [slice, 16], the bits of float32, = panel [depth, 16] of bfloat16 from `begin`, `count` deep."""
     source, target = panel[begin : begin + count].reshape(-1), out[:count].reshape(-1)
@@ -169,7 +134,7 @@ def _multiply_piece(x, panels, out, resume, first_row, rows, first_panel, last_p
                 w = widened.ctypes.data
             whole = outputs - p * 16 >= 16
             y_stride = outputs if whole else 16
-            go_on = resume or s > 0
+            go_on = 1 if resume or s > 0 else 0
             if not whole and s == 0:
                 for r in range(rows):
                     for i in range(outputs - p * 16):
@@ -180,9 +145,13 @@ def _multiply_piece(x, panels, out, resume, first_row, rows, first_panel, last_p
                 source = x.ctypes.data + ((first_row + r) * depth + begin) * 4
                 y = out.ctypes.data + ((first_row + r) * outputs + p * 16) * 4 if whole else tail.ctypes.data + r * 64
                 if bfloat16 and tiles == 1:
-                    _few_bfloat16(height, source, depth, w, count, y, y_stride, go_on, ahead + t * part, part // count)
+                    tile.bfloat16(
+                        height, source, depth, w, 16, count, y, y_stride, go_on, ahead + t * part, part // count
+                    )
                 else:
-                    _few_float32(height, source, depth, w, count, y, y_stride, go_on, ahead + t * part, part // count)
+                    tile.float32(
+                        height, source, depth, w, 16, count, y, y_stride, go_on, ahead + t * part, part // count
+                    )
             if not whole and s == slices - 1:
                 for r in range(rows):
                     for i in range(outputs - p * 16):

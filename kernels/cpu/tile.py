@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.extending import intrinsic
 
 OUTPUTS = 16
@@ -26,17 +26,18 @@ _SHIFT = ir.Constant(_I32S, [16] * OUTPUTS)
 
 
 def multiply(rows: int, bfloat16: bool) -> Callable[..., None]:
-    """A function for compiled code: (x, x_stride, w, depth, y, y_stride, resume, ahead, ahead_step).
+    """A function for compiled code: (x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead,
+    ahead_step).
 
     All are int64, the arrays as addresses. y [rows, 16] float32 becomes x [rows, depth] float32 @ w [depth, 16], plus
-    what it held where `resume` is not 0. Strides are between rows, in elements. w is contiguous, float32 or bfloat16.
-    depth is 1 or more. Meanwhile the cache is asked for ahead, ahead + ahead_step, ... (bytes), a line for each element
+    what it held where `resume` is not 0. Strides are between rows, in elements. w is float32 or bfloat16. depth is 1 or
+    more. Meanwhile the cache is asked for ahead, ahead + ahead_step, ... (bytes), a line for each element
     of depth: what will be read next.
 
     Each output is one chain of fused multiply-adds in the order of depth: its bits depend neither on the tile's shape
     nor on where `depth` is cut, so a row's result is the same whatever rows share the product.
     """
-    arguments = (types.int64,) * 9
+    arguments = (types.int64,) * 10
 
     @intrinsic  # type: ignore[untyped-decorator]
     def call(
@@ -44,6 +45,7 @@ def multiply(rows: int, bfloat16: bool) -> Callable[..., None]:
         x: Any,
         x_stride: Any,
         w: Any,
+        w_stride: Any,
         depth: Any,
         y: Any,
         y_stride: Any,
@@ -64,7 +66,7 @@ def _tile_function(module: Any, rows: int, bfloat16: bool) -> Any:
     name = f"triptych_tile_{rows}_{'bfloat16' if bfloat16 else 'float32'}"
     if (found := module.globals.get(name)) is not None:
         return found
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [_I64] * 9), name)
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [_I64] * 10), name)
     function.linkage = "linkonce_odr"
     function.attributes.add("noinline")  # once in the machine code, and compiled once
     _Body(function, rows, bfloat16).write()
@@ -83,19 +85,20 @@ class _Body:
 
     def write(self) -> None:
         b, function = self._b, self._function
-        x, x_stride, w, depth, y, y_stride, resume, ahead, ahead_step = function.args
+        x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step = function.args
         inputs = [b.add(x, b.mul(x_stride, _i64(4 * m))) for m in range(self._rows)]
         outputs = [b.add(y, b.mul(y_stride, _i64(4 * m))) for m in range(self._rows)]
         zero = ir.Constant(_F32S, [0.0] * OUTPUTS)
         held = b.icmp_signed("!=", resume, _i64(0))
         begin = [b.select(held, self._load(at, _F32S), zero) for at in outputs]
+        w_step = b.mul(w_stride, _i64(self._weight_bytes))
         entry, loop, end = b.block, function.append_basic_block("loop"), function.append_basic_block("end")
         b.branch(loop)
         b.position_at_end(loop)
         k = b.phi(_I64)
         sums = [b.phi(_F32S) for _ in begin]
         self._prefetch(b.add(ahead, b.mul(k, ahead_step)))
-        added = self._step(inputs, w, k, sums)
+        added = self._step(inputs, b.add(w, b.mul(k, w_step)), k, sums)
         following = b.add(k, _i64(1))
         for phi, first, then in zip([k, *sums], [_i64(0), *begin], [following, *added], strict=True):
             phi.add_incoming(first, entry)
@@ -106,10 +109,9 @@ class _Body:
             b.store(value, b.inttoptr(at, ir.PointerType(_F32S))).align = 4
         b.ret_void()
 
-    def _step(self, inputs: list[Any], w: Any, k: Any, sums: list[Any]) -> list[Any]:
-        """The sums after the k-th element of depth."""
+    def _step(self, inputs: list[Any], at: Any, k: Any, sums: list[Any]) -> list[Any]:
+        """The sums after the k-th element of depth, whose weights stand at `at`."""
         b = self._b
-        at = b.add(w, b.mul(k, _i64(self._weight_bytes * OUTPUTS)))
         weights = self._widened(at)
         kind = ir.FunctionType(_F32S, [_F32S, _F32S, _F32S])
         multiply_add = _declared(self._function.module, "llvm.fmuladd.v16f32", kind)
@@ -157,3 +159,41 @@ def fetch_add(context: Any, address: Any, amount: Any) -> Any:
         return builder.atomic_rmw("add", at, values[1], "monotonic")
 
     return types.int64(types.int64, types.int64), generate
+
+
+_B1, _B2, _B3, _B4, _B5, _B6 = (multiply(rows, bfloat16=True) for rows in range(1, ROWS + 1))
+_F1, _F2, _F3, _F4, _F5, _F6 = (multiply(rows, bfloat16=False) for rows in range(1, ROWS + 1))
+
+
+@njit(error_model="numpy", nogil=True, cache=True)
+def bfloat16(rows, x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """The tile of so many rows, at most ROWS, over bfloat16 weights; arguments as `multiply` says."""
+    if rows == 1:
+        _B1(x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step)
+    elif rows == 2:
+        _B2(x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step)
+    elif rows == 3:
+        _B3(x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step)
+    elif rows == 4:
+        _B4(x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step)
+    elif rows == 5:
+        _B5(x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step)
+    else:
+        _B6(x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step)
+
+
+@njit(error_model="numpy", nogil=True, cache=True)
+def float32(rows, x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """The tile of so many rows, at most ROWS, over float32 weights; arguments as `multiply` says."""
+    if rows == 1:
+        _F1(x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step)
+    elif rows == 2:
+        _F2(x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step)
+    elif rows == 3:
+        _F3(x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step)
+    elif rows == 4:
+        _F4(x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step)
+    elif rows == 5:
+        _F5(x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step)
+    else:
+        _F6(x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step)

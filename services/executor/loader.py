@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from kernels.cpu.linear import Packed
 from services.common.errors import StartError
-from services.executor import architecture, conversion, memory, packing
+from services.executor import architecture, conversion, fusing, memory, packing
 from services.executor.attention.selection import IMPLEMENTATION
 
 SINGLE_FILE = "model.safetensors"
@@ -203,6 +203,8 @@ def _assign(
     if tied:
         _tie(model, packed)
     packing.install(model, packed)
+    if packed:
+        fusing.install(model)
     model.requires_grad_(False)
 
 

@@ -63,13 +63,14 @@ class PackedLinear(torch.nn.Module):
         self.weights = weights
         self.panels = torch.nn.Buffer(torch.from_numpy(weights.panels))
         self.bias = bias
+        self._threads = get_num_threads()  # asking takes as long as a small product
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., inputs] float32 -> [..., outputs]."""
         rows = x.reshape(-1, self.weights.depth).contiguous()
         out = torch.empty(len(rows), self.weights.outputs)
         bias = None if self.bias is None else self.bias.numpy()
-        linear.multiply(rows.numpy(), self.weights, bias, out.numpy(), get_num_threads())
+        linear.multiply(rows.numpy(), self.weights, bias, out.numpy(), self._threads)
         return out.view(*x.shape[:-1], self.weights.outputs)
 
 

@@ -37,7 +37,11 @@ def dense(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         if isinstance(module, packing.PackedLinear | packing.PackedEmbedding):
             out = np.empty((module.weights.outputs, module.weights.depth), np.float32)
             linear.gather(module.weights, np.arange(module.weights.outputs), out)
-            state[f"{name}.weight"] = torch.from_numpy(out)
+            if name.endswith(".gate_up"):
+                parts = zip(("gate_proj", "up_proj"), torch.from_numpy(out).chunk(2), strict=True)
+                state |= {f"{name.removesuffix('gate_up')}{part}.weight": tensor for part, tensor in parts}
+            else:
+                state[f"{name}.weight"] = torch.from_numpy(out)
     return state
 
 
