@@ -36,6 +36,9 @@ _SHARES = 8
 _AHEAD_BYTES = 3072
 """How far before its use a weight is asked of memory where a panel is read once."""
 
+_ALONE_BELOW = 400_000
+"""Multiply-adds below which waking other threads takes longer than they save, some 15 us."""
+
 _OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True, "cache": True}
 
 Float32s = npt.NDArray[np.float32]
@@ -102,7 +105,10 @@ def multiply(x: Float32s, weights: Packed, bias: Float32s | None, out: Float32s,
     if bias is not None:
         out[:] = bias
     if rows and weights.depth:
-        _multiply(x, weights.panels, out, bias is not None, threads)
+        if threads == 1 or x.size * weights.outputs < _ALONE_BELOW:
+            _multiply_alone(x, weights.panels, out, bias is not None)
+        else:
+            _multiply(x, weights.panels, out, bias is not None, threads)
     elif bias is None:
         out[:] = 0
 
@@ -158,12 +164,23 @@ def _multiply_piece(x, panels, out, resume, first_row, rows, first_panel, last_p
                         out[first_row + r, p * 16 + i] = tail[r, i]
 
 
+@njit(**_OPTIONS)
+def _multiply_alone(x, panels, out, resume):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """On the calling thread."""
+    rows = x.shape[0]
+    widened = np.empty((_SLICE, 16), np.uint32)
+    tail = np.empty((_ROW_BLOCK, 16), np.float32)
+    for first_row in range(0, rows, _ROW_BLOCK):
+        block = min(_ROW_BLOCK, rows - first_row)
+        _multiply_piece(x, panels, out, resume, first_row, block, 0, panels.shape[0], widened, tail)
+
+
 @njit(parallel=True, **_OPTIONS)
 def _multiply(x, panels, out, resume, threads):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """Threads take pieces (a block of rows by a run of panels) off a common counter until none is left."""
     rows = x.shape[0]
     blocks = (rows + _ROW_BLOCK - 1) // _ROW_BLOCK
-    runs = min(panels.shape[0], max(1, threads * _SHARES // blocks) if threads > 1 else 1)
+    runs = min(panels.shape[0], max(1, threads * _SHARES // blocks))
     taken = np.zeros(1, np.int64)
     for _ in prange(threads):
         widened = np.empty((_SLICE, 16), np.uint32)

@@ -22,10 +22,16 @@ _TOLERANCE = 1e-4
 def install(model: torch.nn.Module) -> dict[str, int]:
     """Replaces what it can in a model whose linear layers are packed; returns how many of which class."""
     counts: dict[str, int] = {}
-    for name, module in list(model.named_modules()):
+    replaced: list[str] = []
+    # By name, since a list of modules would keep every original's weights until the last is replaced.
+    for name in [name for name, _ in model.named_modules()]:
+        if any(name.startswith(f"{parent}.") for parent in replaced):
+            continue
+        module = model.get_submodule(name)
         for candidate in _candidates(module):
             if _agree(module, candidate):
                 model.set_submodule(name, candidate)
+                replaced.append(name)
                 counts[type(module).__name__] = counts.get(type(module).__name__, 0) + 1
                 break
     return counts

@@ -204,6 +204,7 @@ def _assign(
         _tie(model, packed)
     packing.install(model, packed)
     if packed:
+        packed.clear()  # what is fused is a copy: its parts must be free to go
         fusing.install(model)
     model.requires_grad_(False)
 
