@@ -106,11 +106,19 @@ def multiply(x: Float32s, weights: Packed, bias: Float32s | None, out: Float32s,
         out[:] = bias
     if rows and weights.depth:
         if threads == 1 or x.size * weights.outputs < _ALONE_BELOW:
-            _multiply_alone(x, weights.panels, out, bias is not None)
+            _multiply_here(x, weights, out, bias is not None)
         else:
             _multiply(x, weights.panels, out, bias is not None, threads)
     elif bias is None:
         out[:] = 0
+
+
+def _multiply_here(x: Float32s, weights: Packed, out: Float32s, resume: bool) -> None:
+    """On the calling thread."""
+    widened, tail = np.empty((_SLICE, 16), np.uint32), np.empty((_ROW_BLOCK, 16), np.float32)
+    for first in range(0, len(x), _ROW_BLOCK):
+        rows = min(_ROW_BLOCK, len(x) - first)
+        _multiply_piece(x, weights.panels, out, resume, first, rows, 0, len(weights.panels), widened, tail)
 
 
 @njit(**_OPTIONS)
@@ -162,17 +170,6 @@ def _multiply_piece(x, panels, out, resume, first_row, rows, first_panel, last_p
                 for r in range(rows):
                     for i in range(outputs - p * 16):
                         out[first_row + r, p * 16 + i] = tail[r, i]
-
-
-@njit(**_OPTIONS)
-def _multiply_alone(x, panels, out, resume):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """On the calling thread."""
-    rows = x.shape[0]
-    widened = np.empty((_SLICE, 16), np.uint32)
-    tail = np.empty((_ROW_BLOCK, 16), np.float32)
-    for first_row in range(0, rows, _ROW_BLOCK):
-        block = min(_ROW_BLOCK, rows - first_row)
-        _multiply_piece(x, panels, out, resume, first_row, block, 0, panels.shape[0], widened, tail)
 
 
 @njit(parallel=True, **_OPTIONS)
