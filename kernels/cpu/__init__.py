@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 from pathlib import Path
@@ -18,8 +19,12 @@ def _writable(path: Path) -> bool:
 
 
 def _set_environment() -> None:
-    """Compiled kernels go below Triptych's cache folder, or to the temporary folder where that is read-only."""
-    wanted = cache_dir() / "numba"
+    """Compiled kernels go below Triptych's cache folder, or to the temporary folder where that is read-only.
+
+    numba compiles anew what has changed, but not what calls it from another file; hence a folder a state of the files.
+    """
+    state = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))))
+    wanted = cache_dir() / "numba" / state.hexdigest()[:16]
     fallback = Path(tempfile.gettempdir()) / f"triptych-numba-{os.getuid()}"
     os.environ.setdefault("NUMBA_CACHE_DIR", str(wanted if _writable(wanted) else fallback))
     os.environ.setdefault("NUMBA_THREADING_LAYER_PRIORITY", "omp tbb workqueue")

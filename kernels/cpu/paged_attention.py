@@ -25,13 +25,15 @@ import numpy as np
 import numpy.typing as npt
 from numba import get_num_threads, njit, prange, set_num_threads
 
+from kernels.cpu import tile
+
 float32 = _F32 = np.float32
 """Type of `scale` and `cap`: another would compile the kernel once more."""
 _KEY_TILE = 64
-_QUERIES_AN_ITEM = 32
-"""Query heads * tokens an item aims at: its scores, [32, 64] float32, and a tile of keys stay in a 32 KiB L1."""
+_QUERIES_AN_ITEM = 96
+"""Query heads * tokens an item aims at: a tile of keys is transposed once for all of them."""
 _TRANSPOSE_FROM = 8
-"""Queries from which transposing a value tile costs less than it saves."""
+"""Queries from which transposing a tile of keys costs less than it saves."""
 _NAN_SAFE = {"reassoc", "contract", "arcp", "afn", "nsz"}
 _OPTIONS: dict[str, Any] = {"fastmath": _NAN_SAFE, "error_model": "numpy", "nogil": True, "cache": True}
 
@@ -87,7 +89,7 @@ def _dot_2x4(q0, q1, k0, k1, k2, k3):  # type: ignore[no-untyped-def]  # pragma:
 
 @njit(**_OPTIONS)
 def _scores(q, keys, kv_head, table, block_tokens, start, count, scores):  # type: ignore[no-untyped-def]
-    """scores[:, :count] = q @ keys of tokens start..start+count-1; q has an even number of rows.
+    """scores[:, :count] = q @ keys of tokens start..start+count-1, for few queries; q has an even number of rows.
 
     A group of four that reaches past `count` repeats the last key: nothing that is not written is read.
     """
@@ -103,6 +105,28 @@ def _scores(q, keys, kv_head, table, block_tokens, start, count, scores):  # typ
             a0, a1, a2, a3, b0, b1, b2, b3 = _dot_2x4(q[r], q[r + 1], k0, k1, k2, k3)
             scores[r, t], scores[r, t + 1], scores[r, t + 2], scores[r, t + 3] = a0, a1, a2, a3
             scores[r + 1, t], scores[r + 1, t + 1], scores[r + 1, t + 2], scores[r + 1, t + 3] = b0, b1, b2, b3
+
+
+@njit(**_OPTIONS)
+def _scores_transposed(q, rows, keys, kv_head, table, block_tokens, start, count, transposed, scores):  # type: ignore[no-untyped-def]
+    """The same for many queries, `rows` of q, by tiles; `transposed` is scratch [key tile / 16, head_dim, 16]."""
+    head_dim = q.shape[1]
+    panels = (count + tile.OUTPUTS - 1) // tile.OUTPUTS
+    for p in range(panels):
+        panel = transposed[p]
+        for t in range(tile.OUTPUTS):
+            token = start + min(p * tile.OUTPUTS + t, count - 1)
+            key = keys[table[token // block_tokens], kv_head, token % block_tokens]
+            for d in range(head_dim):
+                panel[d, t] = key[d]
+    for p in range(panels):
+        w = transposed.ctypes.data + p * head_dim * tile.OUTPUTS * 4
+        for r in range(0, rows, tile.ROWS):
+            x = q.ctypes.data + r * head_dim * 4
+            y = scores.ctypes.data + (r * _KEY_TILE + p * tile.OUTPUTS) * 4
+            tile.float32(
+                min(tile.ROWS, rows - r), x, head_dim, w, tile.OUTPUTS, head_dim, y, _KEY_TILE, 0, w, tile.OUTPUTS
+            )
 
 
 @njit(**_OPTIONS)
@@ -180,7 +204,7 @@ def _softmax_tile(scores, out, maxima, sums, start, count, first_position, windo
 
 @njit(**_OPTIONS)
 def _add_values(weights, values, kv_head, table, block_tokens, start, count, out):  # type: ignore[no-untyped-def]
-    """out += weights[:, :count] @ values, token by token; for few queries."""
+    """out += weights[:, :count] @ values, token by token; for any head size."""
     last = count - 1
     for t in range(0, count, 4):
         t0, t1 = start + t, start + min(t + 1, last)
@@ -201,33 +225,24 @@ def _add_4(out, w, v0, v1, v2, v3):  # type: ignore[no-untyped-def]
 
 
 @njit(**_OPTIONS)
-def _add_values_transposed(weights, values, kv_head, table, block_tokens, start, count, transposed, out):  # type: ignore[no-untyped-def]
-    """The same by dot products along the tokens, for many queries; `transposed` is scratch [head_dim + 3, key tile]."""
+def _add_values_tiled(weights, rows, values, kv_head, table, block_tokens, start, count, out):  # type: ignore[no-untyped-def]
+    """The same, block by block, for `rows` of weights and a head size that is a multiple of 16."""
     head_dim = out.shape[1]
-    for t in range(count):
-        token = start + t
-        value = values[table[token // block_tokens], kv_head, token % block_tokens]
-        for d in range(head_dim):
-            transposed[d, t] = value[d]
-    transposed[:, count:] = _F32(0)
-    for d in range(0, head_dim, 4):
-        v0, v1, v2, v3 = transposed[d], transposed[d + 1], transposed[d + 2], transposed[d + 3]
-        for r in range(0, weights.shape[0], 2):
-            a0, a1, a2, a3, b0, b1, b2, b3 = _dot_2x4(weights[r], weights[r + 1], v0, v1, v2, v3)
-            _add_to(out, r, d, a0, a1, a2, a3)
-            _add_to(out, r + 1, d, b0, b1, b2, b3)
-
-
-@njit(**_OPTIONS)
-def _add_to(out, r, d, a0, a1, a2, a3):  # type: ignore[no-untyped-def]
-    width = out.shape[1] - d
-    out[r, d] += a0
-    if width > 1:
-        out[r, d + 1] += a1
-    if width > 2:
-        out[r, d + 2] += a2
-    if width > 3:
-        out[r, d + 3] += a3
+    t = 0
+    while t < count:
+        first = (start + t) % block_tokens
+        tokens = min(block_tokens - first, count - t)
+        block = values[table[(start + t) // block_tokens], kv_head]
+        following = values[table[min(start + t + tokens, start + count - 1) // block_tokens], kv_head]
+        for d in range(0, head_dim, tile.OUTPUTS):
+            w = block.ctypes.data + (first * head_dim + d) * 4
+            ahead = following.ctypes.data + d * 4
+            for r in range(0, rows, tile.ROWS):
+                x = weights.ctypes.data + (r * _KEY_TILE + t) * 4
+                y = out.ctypes.data + (r * head_dim + d) * 4
+                height = min(tile.ROWS, rows - r)
+                tile.float32(height, x, _KEY_TILE, w, head_dim, tokens, y, head_dim, 1, ahead, head_dim * 4)
+        t += tokens
 
 
 @njit(**_OPTIONS)
@@ -241,7 +256,8 @@ def _attend_item(q, keys, values, table, first_query, queries, first_position, k
     local_q = np.zeros((even, head_dim), np.float32)
     local_out = np.zeros((even, head_dim), np.float32)
     scores = np.zeros((even, _KEY_TILE), np.float32)
-    transposed = np.zeros((head_dim + 3 if rows >= _TRANSPOSE_FROM else 0, _KEY_TILE), np.float32)
+    many = rows >= _TRANSPOSE_FROM
+    transposed = np.empty((_KEY_TILE // tile.OUTPUTS if many else 0, head_dim, tile.OUTPUTS), np.float32)
     maxima = np.full(rows, -np.inf, np.float32)
     sums = np.zeros(rows, np.float32)
     power_bits = np.empty(_KEY_TILE, np.int32)
@@ -256,12 +272,15 @@ def _attend_item(q, keys, values, table, first_query, queries, first_position, k
         window = end
     for start in range(max(0, first_position + 1 - window), end, _KEY_TILE):
         count = min(_KEY_TILE, end - start)
-        _scores(local_q, keys, kv_head, table, block_tokens, start, count, scores)
+        if many:
+            _scores_transposed(local_q, rows, keys, kv_head, table, block_tokens, start, count, transposed, scores)
+        else:
+            _scores(local_q, keys, kv_head, table, block_tokens, start, count, scores)
         if cap > _F32(0):
             _cap_scores(scores, rows, count, cap)
         _softmax_tile(scores, local_out, maxima, sums, start, count, first_position, window, group, power_bits, powers)
-        if rows >= _TRANSPOSE_FROM:
-            _add_values_transposed(scores, values, kv_head, table, block_tokens, start, count, transposed, local_out)
+        if head_dim % tile.OUTPUTS == 0:
+            _add_values_tiled(scores, rows, values, kv_head, table, block_tokens, start, count, local_out)
         else:
             _add_values(scores, values, kv_head, table, block_tokens, start, count, local_out)
     for r in range(rows):

@@ -25,6 +25,7 @@ class Fit:
     dtype: str
     vocab_size: int
     weight_bytes: int
+    """As they are held: the CPU's linear layers keep bfloat16 where the files do, whatever `dtype` is."""
     available_bytes: int
     """Before the weights."""
     kv_bytes: int
@@ -43,8 +44,8 @@ def fit(path: Path, engine: pb.EngineConfig, config: ExecutorConfig) -> Fit:
     weight_bytes, available = loader.weight_bytes(path, call.dtype), memory.available_bytes()
     if weight_bytes > available:
         raise StartError(
-            f"the weights of {path.name} take {weight_bytes} bytes as {_name(call)}, {available} are free; "
-            "raise the memory limit or serve a smaller model"
+            f"the weights of {path.name} take {weight_bytes} bytes to be served in {_name(call)}, {available} are "
+            "free; raise the memory limit or serve a smaller model"
         )
     needs = Needs.of(shape, device=config.device, dtype=call.dtype, block_tokens=engine.block_tokens)
     return Fit(

@@ -9,13 +9,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from kernels.cpu.linear import Packed
 from services.common.errors import StartError
-from services.executor import architecture, conversion, memory
+from services.executor import architecture, conversion, fusing, memory, packing
 from services.executor.attention.selection import IMPLEMENTATION
 
 SINGLE_FILE = "model.safetensors"
@@ -75,14 +77,16 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def weight_bytes(path: Path, dtype: torch.dtype) -> int:
-    """Bytes that the weights take as `dtype`, from config.json and the names in the files' headers; none is read.
+    """Bytes that the weights take when served in `dtype`, from config.json and the files' headers; none is read.
 
     Raises StartError when the model is not served, or tensors are missing or unexpected.
     """
     config = architecture.read(path)
     model = _skeleton(config, dtype)
-    _recipes(path, model, _locate(path))
-    return sum(tensor.nbytes for tensor in model.parameters())  # tied ones come once
+    where = _locate(path)
+    recipes = _recipes(path, model, where)
+    with contextlib.ExitStack() as open_files:
+        return _held_bytes(model, recipes, _Files(where, open_files, framework="np"), dtype)
 
 
 def weights_hash(files: Sequence[Path]) -> str:
@@ -167,61 +171,117 @@ def _assign(
     """Replaces the meta parameters, one after another through the files' memory maps, converted to `dtype`."""
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     tied = model.config.tie_word_embeddings
-    total = sum(shape.numel() for name, shape in shapes.items() if not (tied and name == _HEAD))
-    total *= dtype.itemsize
-    if total > (available := memory.available_bytes()):
-        raise StartError(
-            f"the weights of {path} take {total} bytes as {str(dtype).removeprefix('torch.')}, {available} are free;"
-            " raise the memory limit or serve a smaller model"
-        )
+    packable = packing.packable(model, dtype)
     state: dict[str, torch.Tensor] = {}
+    packed: dict[str, Packed] = {}
     done, wrong = 0, []
     head: torch.Tensor | None = None
     with contextlib.ExitStack() as open_files:
-        fetch = _fetcher(where, open_files)
+        files = _Files(where, open_files)
+        total = _held_bytes(model, recipes, files, dtype)
+        if total > (available := memory.available_bytes()):
+            raise StartError(_too_large(path, total, dtype, available))
         for name in sorted(recipes, key=lambda name: where[recipes[name].sources[0]]):
-            stored = recipes[name].make(model, fetch)
+            stored = recipes[name].make(model, files.fetch)
             if stored.shape != shapes[name]:
                 wrong.append(f"{name} {list(stored.shape)} instead of {list(shapes[name])}")
             elif tied and name == _HEAD:
-                head = stored.to(dtype)
+                head = stored
+            elif name in packable:
+                packed[name] = packing.pack(stored)
+                done += packed[name].panels.nbytes
             else:
                 # A copy even without conversion: aligned, and safe when the file is replaced while it is served.
                 state[name] = stored.to(dtype, copy=True)
                 done += state[name].nbytes
-                report(Progress("weights", done, total))
-    if wrong:
-        raise StartError(f"the weights of {path} are not those of its config.json; shapes: {_enumerate(wrong)}")
+            report(Progress("weights", done, total))
+        if wrong:
+            raise StartError(f"the weights of {path} are not those of its config.json; shapes: {_enumerate(wrong)}")
+        if head is not None:
+            _check_tied(path, model, head, recipes, files.fetch)
     model.load_state_dict(state, strict=False, assign=True)
     if tied:
-        _tie(path, model, head)
+        _tie(model, packed)
+    packing.install(model, packed)
+    if packed:
+        packed.clear()  # what is fused is a copy: its parts must be free to go
+        fusing.install(model)
     model.requires_grad_(False)
 
 
-def _fetcher(where: dict[str, Path], open_files: contextlib.ExitStack) -> conversion.Fetch:
-    """A function from a tensor's name to the tensor, mapped from its file; files stay open as long as `open_files`."""
-    files = {file: open_files.enter_context(_open(file)) for file in set(where.values())}
-    held = {file: set(tensors.keys()) for file, tensors in files.items()}
+def _held_bytes(
+    model: PreTrainedModel, recipes: dict[str, conversion.Recipe], files: _Files, dtype: torch.dtype
+) -> int:
+    """Bytes of all tensors once loaded; tied ones count once."""
+    packable = packing.packable(model, dtype)
+    total = 0
+    for name, tensor in model.state_dict().items():
+        if not (name == _HEAD and model.config.tie_word_embeddings):
+            bfloat16 = all(files.is_bfloat16(source) for source in recipes[name].sources)
+            total += packing.held_bytes(tensor.shape, dtype, packed=name in packable, bfloat16=bfloat16)
+    return total
 
-    def fetch(name: str) -> torch.Tensor:
-        file = where[name]
-        if name not in held[file]:
-            raise StartError(f"{file} lacks {name}, which {INDEX_FILE} places there")
-        tensor: torch.Tensor = files[file].get_tensor(name)
+
+def _too_large(path: Path, total: int, dtype: torch.dtype, available: int) -> str:
+    return (
+        f"the weights of {path} take {total} bytes to be served in {str(dtype).removeprefix('torch.')}, {available} are"
+        " free; raise the memory limit or serve a smaller model"
+    )
+
+
+class _Files:
+    """The checkpoint's files, open as long as `open_files`, and the tensors mapped from them."""
+
+    def __init__(self, where: dict[str, Path], open_files: contextlib.ExitStack, framework: str = "pt") -> None:
+        self._where = where
+        self._files = {file: open_files.enter_context(_open(file, framework)) for file in set(where.values())}
+        self._held = {file: set(tensors.keys()) for file, tensors in self._files.items()}
+
+    def fetch(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._file(name).get_tensor(name)
         return tensor
 
-    return fetch
+    def is_bfloat16(self, name: str) -> bool:
+        """By the file's header."""
+        return bool(self._file(name).get_slice(name).get_dtype() == "BF16")
+
+    def _file(self, name: str) -> Any:
+        file = self._where[name]
+        if name not in self._held[file]:
+            raise StartError(f"{file} lacks {name}, which {INDEX_FILE} places there")
+        return self._files[file]
 
 
-def _tie(path: Path, model: PreTrainedModel, head: torch.Tensor | None) -> None:
-    """Makes the output matrix the input embedding; a file that holds another one contradicts its config."""
-    embedding = model.get_input_embeddings().weight
-    if head is not None and not torch.equal(head, embedding):
+def _embedding_name(model: PreTrainedModel) -> str:
+    embedding = model.get_input_embeddings()
+    return next(f"{name}.weight" for name, module in model.named_modules() if module is embedding)
+
+
+def _check_tied(
+    path: Path,
+    model: PreTrainedModel,
+    head: torch.Tensor,
+    recipes: dict[str, conversion.Recipe],
+    fetch: conversion.Fetch,
+) -> None:
+    """A file that holds another output matrix than the input embedding contradicts its config."""
+    embedding = recipes[_embedding_name(model)].make(model, fetch)
+    if head.dtype != embedding.dtype:
+        head, embedding = head.float(), embedding.float()
+    if not torch.equal(head, embedding):
         raise StartError(
             f"{path}: config.json ties the embeddings, yet lm_head.weight in the weights differs from them;"
             " set tie_word_embeddings to false or remove the tensor"
         )
-    model.get_output_embeddings().weight = embedding
+
+
+def _tie(model: PreTrainedModel, packed: dict[str, Packed]) -> None:
+    """Makes the output matrix the input embedding: the same packed weights, else the same tensor."""
+    embedding = _embedding_name(model)
+    if embedding in packed:
+        packed[_HEAD] = packed[embedding]
+    else:
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight
 
 
 def _enumerate(names: Sequence[str]) -> str:

@@ -125,7 +125,9 @@ def test_S1_the_scheduler_refuses_that_request_alone_so_that_no_epoch_is_lost(to
     for change, field in wrong:
         with pytest.raises(RequestError) as caught:
             submit = engine_pb2.Submit(**(fields | change))
-            door.read_submit(submit, 1, PADDED, 0, text_vocab_size=VOCAB_SIZE)
+            door.read_submit(
+                submit, 1, 0, vocab_size=PADDED, text_vocab_size=VOCAB_SIZE, block_tokens=16, max_choices=1
+            )
         assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT and caught.value.violations[0].field == field
 
 

@@ -140,7 +140,7 @@ def test_a_model_too_large_is_refused_by_its_headers_alone(copy: Path, capsys: p
     size = _enlarge(copy, 2**33)  # 4 TB of zeros that are on no disk
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     reason = _reason(capsys, copy)
-    assert f"the weights of copy take {size} bytes as float32" in reason
+    assert f"the weights of copy take {size} bytes to be served in float32" in reason
     assert "raise the memory limit or serve a smaller model" in reason
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # KiB
 

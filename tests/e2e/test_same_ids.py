@@ -64,7 +64,9 @@ def test_real_model_ids_equal_the_reference(embedded: Path, tmp_path: Path, conf
     assert ("preempted" in log) == (config == "small pool")
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(
+    "config", [pytest.param(name, marks=[pytest.mark.slow] if "block" in name else []) for name in CONFIGS]
+)
 def test_tiny_model_ids_equal_the_reference(tiny: Path, tmp_path: Path, config: str) -> None:
     expected = reference_ids(tiny, prompts(tiny), NEW_TOKENS, ignore_eos=True)
     with running(tiny, tmp_path, scheduler=[*CONFIGS[config], "--log-level", "debug"]) as cluster:

@@ -3,27 +3,52 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AttentionInterface, AutoConfig
 
+from kernels.cpu import linear
 from services.common.errors import StartError
-from services.executor import architecture, loader, memory
+from services.executor import architecture, loader, memory, packing
 from services.executor.attention import selection
 from services.executor.attention.contract import Needs
 from services.executor.attention.cpu import CpuBackend
 from services.executor.attention.selection import select
 from services.executor.executor import Executor
 from services.executor.plan import Settings
+from tests.executor.forward import logits
 from tests.support.checkpoints import tiny_llama, tiny_model
 
 
 def load(path: Path) -> loader.Checkpoint:
     return loader.load(path, torch.float32, lambda progress: None)
+
+
+def dense(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors by their names in the files, packed ones unpacked to float32."""
+    state = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith(".panels")}
+    for name, module in model.named_modules():
+        if isinstance(module, packing.PackedLinear | packing.PackedEmbedding):
+            out = np.empty((module.weights.outputs, module.weights.depth), np.float32)
+            linear.gather(module.weights, np.arange(module.weights.outputs), out)
+            if name.endswith(".gate_up"):
+                parts = zip(("gate_proj", "up_proj"), torch.from_numpy(out).chunk(2), strict=True)
+                state |= {f"{name.removesuffix('gate_up')}{part}.weight": tensor for part, tensor in parts}
+            else:
+                state[f"{name}.weight"] = torch.from_numpy(out)
+    return state
+
+
+def held_bytes(model: torch.nn.Module) -> int:
+    """Bytes of the weights, shared ones once."""
+    tensors = [*model.parameters(), *(one for name, one in model.named_buffers() if name.endswith(".panels"))]
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
 EXPERTS = {
@@ -44,10 +69,34 @@ def test_parameters_are_those_of_the_files_converted(tmp_path: Path, dtype: str,
     stored: dict[str, torch.Tensor] = {}
     for file in path.glob("*.safetensors"):
         stored |= load_file(file)
-    state = load(path).model.state_dict()
+    state = dense(load(path).model)
     assert state.keys() == stored.keys()
     for name, tensor in state.items():
         assert tensor.dtype == torch.float32 and torch.equal(tensor, stored[name].float()), name
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2), ("float16", 4)])
+@pytest.mark.parametrize("tied", [True, False])
+def test_matrices_are_held_once_in_the_files_bfloat16_and_else_in_float32(
+    tmp_path: Path, dtype: str, itemsize: int, tied: bool
+) -> None:
+    path = tiny_llama(tmp_path / "m", dtype=dtype, tie_word_embeddings=tied)
+    attention, mlp, vocabulary, norms = 64 * (64 + 32 + 32 + 64), 3 * 64 * 128, 512 * 64, 2 * 64
+    matrices = 2 * (attention + mlp) + (1 if tied else 2) * vocabulary
+    expected = itemsize * matrices + 4 * (2 * norms + 64)
+    assert held_bytes(load(path).model) == loader.weight_bytes(path, torch.float32) == expected
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "phi", "qwen3_moe"])
+def test_logits_of_bfloat16_weights_are_those_of_the_same_weights_in_float32(tmp_path: Path, model_type: str) -> None:
+    """To the bit: widening loses nothing, and a product does not depend on how its weights are held."""
+    stored = tiny_model(tmp_path / "stored", model_type, dtype="bfloat16", tie_word_embeddings=True)
+    wide = tmp_path / "wide"
+    shutil.copytree(stored, wide)
+    weights = {name: tensor.float() for name, tensor in load_file(stored / "model.safetensors").items()}
+    save_file(weights, wide / "model.safetensors", metadata={"format": "pt"})
+    assert loader.weight_bytes(stored, torch.float32) < loader.weight_bytes(wide, torch.float32)
+    assert np.array_equal(logits(stored, range(3, 40)), logits(wide, range(3, 40)))
 
 
 def test_nothing_is_left_on_the_meta_device_and_nothing_wants_gradients(tiny: Path) -> None:
@@ -93,7 +142,7 @@ def test_progress_reaches_the_total(tmp_path: Path) -> None:
     told: list[loader.Progress] = []
     checkpoint = loader.load(path, torch.float32, told.append)
     weights = [p for p in told if p.stage == "weights"]
-    assert weights[-1].done_bytes == weights[-1].total_bytes == sum(p.nbytes for p in checkpoint.model.parameters())
+    assert weights[-1].done_bytes == weights[-1].total_bytes == held_bytes(checkpoint.model)
     assert told[-1].done_bytes == told[-1].total_bytes == (path / "model.safetensors").stat().st_size
 
 
@@ -232,11 +281,11 @@ def test_a_damaged_weight_file_is_refused(tmp_path: Path) -> None:
 def test_weights_that_do_not_fit_into_memory_are_refused_before_they_are_read(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needed = sum(parameter.nbytes for parameter in load(tiny).model.parameters())
+    needed = held_bytes(load(tiny).model)
     monkeypatch.setattr(memory, "available_bytes", lambda: needed)
     load(tiny)
     monkeypatch.setattr(memory, "available_bytes", lambda: needed - 1)
-    with pytest.raises(StartError, match=f"take {needed} bytes as float32, {needed - 1} are free"):
+    with pytest.raises(StartError, match=f"take {needed} bytes to be served in float32, {needed - 1} are free"):
         load(tiny)
 
 

@@ -115,7 +115,7 @@ def _memory(fit: Fit, model: Model) -> list[Finding]:
         "dtype": fit.dtype,
     }
     text = (
-        f"weights {_size(fit.weight_bytes)} as {fit.dtype}, KV {fit.token_bytes / 1e6:.3f} MB a token; of "
+        f"weights {_size(fit.weight_bytes)}, computed in {fit.dtype}; KV {fit.token_bytes / 1e6:.3f} MB a token; of "
         f"{_size(fit.available_bytes)} free {_size(fit.kv_bytes)} are for KV: {_count(tokens)} tokens fit"
     )
     return [Finding("memory", text, facts=facts), _pool(fit, model)]

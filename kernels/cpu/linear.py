@@ -1,0 +1,202 @@
+"""Linear layers on the CPU: weights packed once, in float32 or in the checkpoint's own bfloat16; float32 arithmetic.
+
+    weight [outputs, depth]        packed [panels, depth, 16]: a panel is 16 outputs, contiguous in the order it is read
+    o0:  a0 a1 a2 ..               panel 0:  a0 b0 .. p0 | a1 b1 .. p1 | a2 ..
+    o1:  b0 b1 b2 ..                         (16 weights of depth 0, then of depth 1, ...; missing outputs are 0)
+
+A bfloat16 is the upper half of a float32, so widening it is a shift and loses nothing, and a step of few rows, which
+memory bounds, reads half the bytes.
+
+Few rows read the panels as they are. More rows are cut so that each level of cache holds what is used again (Goto and
+van de Geijn 2008, "Anatomy of High-Performance Matrix Multiplication"): a block of rows by a slice of depth stays in
+the second level; a slice of one panel, widened, stays in the first; tiles of 6 rows run over it.
+
+An output is one chain of multiply-adds in the order of depth, beginning with the bias (tile.py). So its bits depend
+neither on the other rows of the product nor on the number of threads, and NaN and infinity stay in their row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit, prange
+
+from kernels.cpu import tile
+
+_SLICE = 320
+"""The most depth of a slice: a panel's, widened, is 20 KiB, and with 6 rows' inputs it stays in a 32 KiB L1."""
+_ROW_BLOCK = 96
+"""The most rows of a block: a slice of them is 120 KiB, a part of the second level."""
+_SHARES = 8
+"""Pieces of work a thread, so that a thread that is held up by a neighbour leaves its rest to the others."""
+
+_AHEAD_BYTES = 3072
+"""How far before its use a weight is asked of memory where a panel is read once."""
+
+_ALONE_BELOW = 400_000
+"""Multiply-adds below which waking other threads takes longer than they save, some 15 us."""
+
+_OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True, "cache": True}
+
+Float32s = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """Weights of a linear layer."""
+
+    panels: npt.NDArray[Any]
+    """[panels, depth, 16] float32, or the bits of bfloat16 as uint16"""
+    outputs: int
+
+    @property
+    def depth(self) -> int:
+        """Inputs of the layer."""
+        return int(self.panels.shape[1])
+
+
+def packed_bytes(outputs: int, depth: int, itemsize: int) -> int:
+    """Bytes that a weight [outputs, depth] takes once packed."""
+    return -(-outputs // tile.OUTPUTS) * tile.OUTPUTS * depth * itemsize
+
+
+def pack(weight: npt.NDArray[Any]) -> Packed:
+    """Packs a weight [outputs, depth], float32 or the bits of bfloat16 as uint16; a copy. Raises TypeError."""
+    if weight.dtype not in (np.float32, np.uint16):
+        raise TypeError(f"weights are {weight.dtype}; packed are float32, and bfloat16 as uint16")
+    outputs, depth = weight.shape
+    panels = np.empty((-(-outputs // tile.OUTPUTS), depth, tile.OUTPUTS), weight.dtype)
+    whole = outputs // tile.OUTPUTS
+    panels[:whole] = weight[: whole * tile.OUTPUTS].reshape(whole, tile.OUTPUTS, depth).transpose(0, 2, 1)
+    if rest := outputs - whole * tile.OUTPUTS:
+        panels[whole] = 0
+        panels[whole, :, :rest] = weight[whole * tile.OUTPUTS :].T
+    return Packed(panels, outputs)
+
+
+def gather(weights: Packed, outputs: npt.NDArray[np.int64], out: Float32s) -> None:
+    """out [n, depth] float32 = the weights of each of `outputs` [n]: an embedding held as its tied output layer.
+
+    Raises IndexError for an output that there is not.
+    """
+    if len(outputs) and not 0 <= outputs.min() <= outputs.max() < weights.outputs:
+        raise IndexError(f"outputs {outputs.min()} to {outputs.max()} are asked for, there are {weights.outputs}")
+    panel, lane = np.divmod(outputs, tile.OUTPUTS)
+    rows = weights.panels[panel, :, lane]
+    if rows.dtype == np.uint16:
+        np.left_shift(rows, 16, out=out.view(np.uint32), dtype=np.uint32)
+    else:
+        out[:] = rows
+
+
+def multiply(x: Float32s, weights: Packed, bias: Float32s | None, out: Float32s, threads: int) -> None:
+    """out = x @ weight.T + bias, by `threads` of numba's threads.
+
+    x [rows, depth], bias [outputs] and out [rows, outputs] are float32 and C-contiguous. Raises ValueError.
+    """
+    rows = len(x)
+    if x.shape != (rows, weights.depth) or out.shape != (rows, weights.outputs):
+        raise ValueError(
+            f"x {x.shape} and out {out.shape} do not fit {weights.outputs} outputs and {weights.depth} inputs"
+        )
+    if bias is not None:
+        out[:] = bias
+    if rows and weights.depth:
+        if threads == 1 or x.size * weights.outputs < _ALONE_BELOW:
+            _multiply_here(x, weights, out, bias is not None)
+        else:
+            _multiply(x, weights.panels, out, bias is not None, threads)
+    elif bias is None:
+        out[:] = 0
+
+
+def _multiply_here(x: Float32s, weights: Packed, out: Float32s, resume: bool) -> None:
+    """On the calling thread."""
+    widened, tail = np.empty((_SLICE, 16), np.uint32), np.empty((_ROW_BLOCK, 16), np.float32)
+    for first in range(0, len(x), _ROW_BLOCK):
+        rows = min(_ROW_BLOCK, len(x) - first)
+        _multiply_piece(x, weights.panels, out, resume, first, rows, 0, len(weights.panels), widened, tail)
+
+
+@njit(**_OPTIONS)
+def _widen(panel, begin, count, out):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """out [slice, 16], the bits of float32, = panel [depth, 16] of bfloat16 from `begin`, `count` deep."""
+    source, target = panel[begin : begin + count].reshape(-1), out[:count].reshape(-1)
+    for i in range(source.shape[0]):
+        target[i] = np.uint32(source[i]) << np.uint32(16)
+
+
+@njit(**_OPTIONS)
+def _multiply_piece(x, panels, out, resume, first_row, rows, first_panel, last_panel, widened, tail):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Rows first_row.. of out, the outputs of panels first_panel..last_panel-1."""
+    depth, outputs = panels.shape[1], out.shape[1]
+    bfloat16 = panels.itemsize == 2
+    tiles = (rows + 5) // 6
+    slices = 1 if tiles == 1 else (depth + _SLICE - 1) // _SLICE
+    for s in range(slices):
+        begin = depth * s // slices
+        count = depth * (s + 1) // slices - begin
+        for p in range(first_panel, last_panel):
+            w = panels.ctypes.data + (p * depth + begin) * 16 * panels.itemsize
+            part = count * 16 * panels.itemsize // tiles
+            ahead = w + (depth * 16 * panels.itemsize if tiles > 1 else _AHEAD_BYTES)
+            if bfloat16 and tiles > 1:
+                _widen(panels[p], begin, count, widened)
+                w = widened.ctypes.data
+            whole = outputs - p * 16 >= 16
+            y_stride = outputs if whole else 16
+            go_on = 1 if resume or s > 0 else 0
+            if not whole and s == 0:
+                for r in range(rows):
+                    for i in range(outputs - p * 16):
+                        tail[r, i] = out[first_row + r, p * 16 + i]
+            for t in range(tiles):
+                r = rows * t // tiles
+                height = rows * (t + 1) // tiles - r
+                source = x.ctypes.data + ((first_row + r) * depth + begin) * 4
+                y = out.ctypes.data + ((first_row + r) * outputs + p * 16) * 4 if whole else tail.ctypes.data + r * 64
+                if bfloat16 and tiles == 1:
+                    tile.bfloat16(
+                        height, source, depth, w, 16, count, y, y_stride, go_on, ahead + t * part, part // count
+                    )
+                else:
+                    tile.float32(
+                        height, source, depth, w, 16, count, y, y_stride, go_on, ahead + t * part, part // count
+                    )
+            if not whole and s == slices - 1:
+                for r in range(rows):
+                    for i in range(outputs - p * 16):
+                        out[first_row + r, p * 16 + i] = tail[r, i]
+
+
+@njit(parallel=True, **_OPTIONS)
+def _multiply(x, panels, out, resume, threads):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """Threads take pieces (a block of rows by a run of panels) off a common counter until none is left."""
+    rows = x.shape[0]
+    blocks = (rows + _ROW_BLOCK - 1) // _ROW_BLOCK
+    runs = min(panels.shape[0], max(1, threads * _SHARES // blocks))
+    taken = np.zeros(1, np.int64)
+    for _ in prange(threads):
+        widened = np.empty((_SLICE, 16), np.uint32)
+        tail = np.empty((_ROW_BLOCK, 16), np.float32)
+        while True:
+            piece = tile.fetch_add(taken.ctypes.data, 1)
+            if piece >= blocks * runs:
+                break
+            block, run = piece // runs, piece % runs
+            first_row = rows * block // blocks
+            _multiply_piece(
+                x,
+                panels,
+                out,
+                resume,
+                first_row,
+                rows * (block + 1) // blocks - first_row,
+                panels.shape[0] * run // runs,
+                panels.shape[0] * (run + 1) // runs,
+                widened,
+                tail,
+            )

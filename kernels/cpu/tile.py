@@ -1,0 +1,199 @@
+"""The innermost loop of a matrix product, written as LLVM vector instructions so that it is fast without a compiler.
+
+numba does not vectorize a loop that keeps a tile of sums in registers, so the loop is emitted here, instruction by
+instruction, as functions that compiled code calls. Vectors are 16 float32 wide; LLVM cuts them into what the CPU has
+(two of AVX2's, one of AVX-512's, four of NEON's or SSE's). A tile of 6 rows by 16 outputs keeps 12 sums, 2 weights and
+1 broadcast input in AVX2's 16 registers (the shape of Van Zee and van de Geijn 2015, "BLIS", on Haswell).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+OUTPUTS = 16
+"""Outputs of a tile: the width of a panel of weights."""
+ROWS = 6
+"""The most rows of a tile."""
+
+_F32, _I64, _I32, _I16 = ir.FloatType(), ir.IntType(64), ir.IntType(32), ir.IntType(16)
+_F32S, _I32S, _I16S = (ir.VectorType(one, OUTPUTS) for one in (_F32, _I32, _I16))
+_SHIFT = ir.Constant(_I32S, [16] * OUTPUTS)
+
+
+def multiply(rows: int, bfloat16: bool) -> Callable[..., None]:
+    """A function for compiled code: (x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead,
+    ahead_step).
+
+    All are int64, the arrays as addresses. y [rows, 16] float32 becomes x [rows, depth] float32 @ w [depth, 16], plus
+    what it held where `resume` is not 0. Strides are between rows, in elements. w is float32 or bfloat16. depth is 1 or
+    more. Meanwhile the cache is asked for ahead, ahead + ahead_step, ... (bytes), a line for each element
+    of depth: what will be read next.
+
+    Each output is one chain of fused multiply-adds in the order of depth: its bits depend neither on the tile's shape
+    nor on where `depth` is cut, so a row's result is the same whatever rows share the product.
+    """
+    arguments = (types.int64,) * 10
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def call(
+        context: Any,
+        x: Any,
+        x_stride: Any,
+        w: Any,
+        w_stride: Any,
+        depth: Any,
+        y: Any,
+        y_stride: Any,
+        resume: Any,
+        ahead: Any,
+        ahead_step: Any,
+    ) -> Any:
+        def generate(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+            builder.call(_tile_function(builder.module, rows, bfloat16), values)
+            return _context.get_dummy_value()
+
+        return types.void(*arguments), generate
+
+    return call  # type: ignore[no-any-return]
+
+
+def _tile_function(module: Any, rows: int, bfloat16: bool) -> Any:
+    name = f"triptych_tile_{rows}_{'bfloat16' if bfloat16 else 'float32'}"
+    if (found := module.globals.get(name)) is not None:
+        return found
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [_I64] * 10), name)
+    function.linkage = "linkonce_odr"
+    function.attributes.add("noinline")  # once in the machine code, and compiled once
+    _Body(function, rows, bfloat16).write()
+    return function
+
+
+class _Body:
+    """Writes the instructions of one tile function."""
+
+    def __init__(self, function: Any, rows: int, bfloat16: bool) -> None:
+        self._function = function
+        self._rows = rows
+        self._weight = _I16S if bfloat16 else _F32S
+        self._weight_bytes = 2 if bfloat16 else 4
+        self._b = ir.IRBuilder(function.append_basic_block("entry"))
+
+    def write(self) -> None:
+        b, function = self._b, self._function
+        x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step = function.args
+        inputs = [b.add(x, b.mul(x_stride, _i64(4 * m))) for m in range(self._rows)]
+        outputs = [b.add(y, b.mul(y_stride, _i64(4 * m))) for m in range(self._rows)]
+        zero = ir.Constant(_F32S, [0.0] * OUTPUTS)
+        held = b.icmp_signed("!=", resume, _i64(0))
+        begin = [b.select(held, self._load(at, _F32S), zero) for at in outputs]
+        w_step = b.mul(w_stride, _i64(self._weight_bytes))
+        entry, loop, end = b.block, function.append_basic_block("loop"), function.append_basic_block("end")
+        b.branch(loop)
+        b.position_at_end(loop)
+        k = b.phi(_I64)
+        sums = [b.phi(_F32S) for _ in begin]
+        self._prefetch(b.add(ahead, b.mul(k, ahead_step)))
+        added = self._step(inputs, b.add(w, b.mul(k, w_step)), k, sums)
+        following = b.add(k, _i64(1))
+        for phi, first, then in zip([k, *sums], [_i64(0), *begin], [following, *added], strict=True):
+            phi.add_incoming(first, entry)
+            phi.add_incoming(then, loop)
+        b.cbranch(b.icmp_signed("<", following, depth), loop, end)
+        b.position_at_end(end)
+        for value, at in zip(added, outputs, strict=True):
+            b.store(value, b.inttoptr(at, ir.PointerType(_F32S))).align = 4
+        b.ret_void()
+
+    def _step(self, inputs: list[Any], at: Any, k: Any, sums: list[Any]) -> list[Any]:
+        """The sums after the k-th element of depth, whose weights stand at `at`."""
+        b = self._b
+        weights = self._widened(at)
+        kind = ir.FunctionType(_F32S, [_F32S, _F32S, _F32S])
+        multiply_add = _declared(self._function.module, "llvm.fmuladd.v16f32", kind)
+        rows = [self._spread(self._load(b.add(row, b.mul(k, _i64(4))), _F32)) for row in inputs]
+        return [b.call(multiply_add, [row, weights, one]) for row, one in zip(rows, sums, strict=True)]
+
+    def _widened(self, at: Any) -> Any:
+        """16 weights as float32; a bfloat16 is the upper half of one."""
+        b, stored = self._b, self._load(at, self._weight)
+        return stored if self._weight is _F32S else b.bitcast(b.shl(b.zext(stored, _I32S), _SHIFT), _F32S)
+
+    def _spread(self, scalar: Any) -> Any:
+        """A vector of the same number 16 times."""
+        undefined = ir.Constant(_F32S, ir.Undefined)
+        first = self._b.insert_element(undefined, scalar, ir.Constant(_I32, 0))
+        return self._b.shuffle_vector(first, undefined, ir.Constant(_I32S, [0] * OUTPUTS))
+
+    def _prefetch(self, at: Any) -> None:
+        pointer = ir.PointerType(ir.IntType(8))
+        kind = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
+        read, keep, data = (ir.Constant(_I32, value) for value in (0, 3, 1))
+        prefetch = _declared(self._function.module, "llvm.prefetch.p0", kind)
+        self._b.call(prefetch, [self._b.inttoptr(at, pointer), read, keep, data])
+
+    def _load(self, at: Any, kind: Any) -> Any:
+        value = self._b.load(self._b.inttoptr(at, ir.PointerType(kind)))
+        value.align = 2 if kind is _I16S else 4
+        return value
+
+
+def _declared(module: Any, name: str, kind: Any) -> Any:
+    return module.globals.get(name) or ir.Function(module, kind, name)
+
+
+def _i64(value: int) -> Any:
+    return ir.Constant(_I64, value)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def fetch_add(context: Any, address: Any, amount: Any) -> Any:
+    """For compiled code: adds to the int64 at `address` and returns what it was, at once for all threads."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        at = builder.inttoptr(values[0], ir.PointerType(_I64))
+        return builder.atomic_rmw("add", at, values[1], "monotonic")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+_B1, _B2, _B3, _B4, _B5, _B6 = (multiply(rows, bfloat16=True) for rows in range(1, ROWS + 1))
+_F1, _F2, _F3, _F4, _F5, _F6 = (multiply(rows, bfloat16=False) for rows in range(1, ROWS + 1))
+
+
+@njit(error_model="numpy", nogil=True, cache=True)
+def bfloat16(rows, x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """The tile of so many rows, at most ROWS, over bfloat16 weights; arguments as `multiply` says."""
+    if rows == 1:
+        _B1(x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step)
+    elif rows == 2:
+        _B2(x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step)
+    elif rows == 3:
+        _B3(x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step)
+    elif rows == 4:
+        _B4(x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step)
+    elif rows == 5:
+        _B5(x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step)
+    else:
+        _B6(x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step)
+
+
+@njit(error_model="numpy", nogil=True, cache=True)
+def float32(rows, x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """The tile of so many rows, at most ROWS, over float32 weights; arguments as `multiply` says."""
+    if rows == 1:
+        _F1(x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step)
+    elif rows == 2:
+        _F2(x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step)
+    elif rows == 3:
+        _F3(x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step)
+    elif rows == 4:
+        _F4(x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step)
+    elif rows == 5:
+        _F5(x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step)
+    else:
+        _F6(x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step)

@@ -1,0 +1,57 @@
+"""The executor's benchmark: its arithmetic by hand, and the whole of it on a tiny checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from loadtest import bench_executor
+from loadtest.executor_load import Bench
+from tests.support.checkpoints import tiny_llama
+
+
+def test_rates_and_shares_are_those_of_a_hand() -> None:
+    figures = bench_executor.Figures(
+        prefill_s=[0.5, 0.25],  # 256 tokens in 0.25 s
+        decode_16_s=[0.1, 0.08],
+        decode_1_s=[0.04, 0.02],
+        matrix_flops_per_s=100e9,
+        read_bytes_per_s=10e9,
+        prefill_flops=20_000_000_000,  # 80 GFLOP/s
+        decode_1_bytes=100_000_000,  # 5 GB/s
+    )
+    found = bench_executor.values(figures)
+    assert found["prefill_tokens_per_s"] == pytest.approx(1024)
+    assert found["decode_16_tokens_per_s"] == pytest.approx(200)
+    assert found["decode_1_tokens_per_s"] == pytest.approx(50)
+    assert found["prefill_share_of_gemm"] == pytest.approx(0.8)
+    assert found["decode_share_of_bandwidth"] == pytest.approx(0.5)
+    assert found["ratio_vs_vllm"] is None
+
+
+def test_work_is_counted_by_the_weights_and_the_keys_and_values(tmp_path: Path) -> None:
+    path = tiny_llama(tmp_path / "m", dtype="bfloat16")
+    bench = Bench(path, threads=1, most_rows=2, most_decodes=1)
+    layer, head = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 128, 512 * 64
+    assert bench.weight_bytes() == 2 * (2 * layer + head)
+    assert bench.kv_token_bytes() == 2 * 2 * 2 * 16 * 4  # K and V, 2 layers, 2 kv heads, head_dim 16, float32
+    shapes = sorted((one.weights.outputs, one.weights.depth) for one in bench.linears())
+    of_a_layer = [(64, 64), (32, 64), (32, 64), (64, 64), (256, 64), (64, 128)]  # gate and up are one
+    assert shapes == sorted([(512, 64), *of_a_layer, *of_a_layer])
+
+
+def test_the_whole_of_it_on_a_tiny_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tiny_llama(tmp_path / "m")
+    assert bench_executor.main(["--quick", "--model", str(path), "--threads", "1"]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    found = json.loads(last)
+    rates = ("prefill_tokens_per_s", "decode_16_tokens_per_s", "decode_1_tokens_per_s")
+    assert all(found[key] > 0 for key in (*rates, "prefill_share_of_gemm", "decode_share_of_bandwidth"))
+    assert found["ratio_vs_vllm"] is None and found["benchmark"] == "bench_executor"
+
+
+def test_a_model_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_executor.main(["--model", str(tmp_path / "absent")]) == 1
+    assert capsys.readouterr().err.startswith("loadtest.bench_executor: error: no model at")
