@@ -48,14 +48,14 @@ async def test_X5_tied_embeddings_with_and_without_the_lm_head_tensor(tmp_path: 
     path = tiny_llama(tmp_path / "tied", tie_word_embeddings=True, lm_head=lm_head)
     assert ("lm_head.weight" in load_file(path / "model.safetensors")) == lm_head
     model = load(path).model
-    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.lm_head.weights is model.model.embed_tokens.weights
     await check_serves(path)
 
 
 async def test_X5_untied_embeddings_keep_their_own_lm_head(tmp_path: Path) -> None:
     path = tiny_llama(tmp_path / "untied")
     model = load(path).model
-    assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+    assert not torch.equal(model.lm_head.panels, model.model.embed_tokens.panels)
     await check_serves(path)
 
 
