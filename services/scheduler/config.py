@@ -26,10 +26,10 @@ class SchedulerConfig(ServiceConfig):
     prefill_reserve_tokens: int | None = Field(
         None,
         ge=0,
-        description="tokens of a step that a prompt too long for it leaves to requests behind it; unset: a quarter",
+        description="tokens of a step that a prompt too long for it leaves to shorter ones behind it; unset: a quarter",
     )
     max_overtakes: int = Field(
-        16, ge=0, description="requests that may pass one which waits for KV blocks; then all wait for it"
+        16, ge=0, description="requests that may pass one which does not fit yet; then all wait for it"
     )
     prefix_cache: bool = Field(True, description="find the KV blocks of earlier requests by their content")
     num_kv_blocks: int | None = Field(

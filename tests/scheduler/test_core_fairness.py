@@ -207,3 +207,36 @@ def test_overtaking_by_a_tenants_turn_is_no_overtaking() -> None:
     driver.run()
     tenants = [driver.seen[key].submission.tenant for key in order_of_starts(driver)]
     assert all(set(tenants[i : i + 3]) == {"a", "b"} for i in range(15))
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+def test_a_second_long_prompt_is_passed_by_short_ones_so_often_and_then_starts(limit: int) -> None:
+    driver = CoreDriver(
+        num_blocks=300,
+        context_tokens=1000,
+        max_step_tokens=16,
+        max_slots=8,
+        prefill_reserve=4,
+        max_overtakes=limit,
+    )
+    driver.submit(400, max_tokens=1)
+    driver.step()
+    medium = driver.submit(30, max_tokens=1)
+    short = [driver.submit(2, max_tokens=1) for _ in range(8)]
+    while medium not in order_of_starts(driver):
+        plan = driver.step()
+        assert plan is not None
+        # The first prompt is the only one that is cut: 12 tokens of it, and whole short ones in the reserve.
+        assert plan.token_counts[0] == 12 or limit == 0
+    assert order_of_starts(driver).index(medium) == 1 + limit
+    driver.run()
+    assert all(driver.seen[key].finished for key in [medium, *short])
+
+
+def test_one_prompt_at_a_time_is_cut() -> None:
+    driver = CoreDriver(num_blocks=300, context_tokens=1000, max_step_tokens=16, prefill_reserve=4, max_overtakes=8)
+    first, second = driver.submit(40, max_tokens=1), driver.submit(40, max_tokens=1)
+    driver.run()
+    # 40 = 16 + 16 + 8; then the second begins in what is left of the third step.
+    assert [plan.token_counts for plan in driver.plans if plan.slots] == [[16], [16], [8, 8], [16], [16]]
+    assert order_of_starts(driver) == [first, second]

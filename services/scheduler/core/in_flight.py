@@ -52,6 +52,11 @@ class Step:
             self.budget -= more
 
     @property
+    def is_cut(self) -> bool:
+        """Whether it has a prefill that does not end in it; one at a time is enough to fill steps."""
+        return any(chunk.count < chunk.request.num_to_compute for chunk in self.chunks)
+
+    @property
     def is_empty(self) -> bool:
         """Whether it has no rows."""
         return not self.singles and not self.chunks

@@ -10,8 +10,8 @@ class Limits:
     """What the core works within. `num_blocks` counts the null block; a slot's reuse follows `max_in_flight`.
 
     A tenant may fill `tenant_share` of the queue. `prefill_reserve` is how many tokens of a step a prompt that does not
-    end in it leaves to requests behind it. A request that waits for blocks is overtaken by at most `max_overtakes`
-    others.
+    end in it leaves to requests behind it that do. A request that does not fit, for want of blocks or because its
+    prompt would have to be cut beside another, is overtaken by at most `max_overtakes` others.
     """
 
     vocab_size: int

@@ -9,9 +9,9 @@ be made before the result is there; `apply` fills in the ids. A step is filled i
 arrival) within each:
 
 1. decodes: one token for each request that generates;
-2. prefills under way, and then those that wait, as the queue's order, slots, blocks and the token budget allow. One
-   that does not end in the step leaves a reserve to those behind it (Agrawal et al. 2024, "Sarathi-Serve", which mixes
-   chunks of prompts into decode steps); what nobody uses goes back to it.
+2. prefills under way, and then those that wait, as the queue's order, slots, blocks and the token budget allow. The
+   first that does not end in the step leaves a reserve to those behind it that do (Agrawal et al. 2024,
+   "Sarathi-Serve", mixes chunks of prompts into decode steps); what nobody uses goes back to it.
 
 A request starts with blocks for all its tokens, cached or a sibling's where they exist (`placement`); after that it
 grows a block at a time, and when none is left the last by rank is preempted: it gives up slot and blocks, waits before
@@ -283,8 +283,8 @@ class Scheduler:
         step = Step(self._next_step, self.limits.max_step_tokens)
         self._slots.thaw(step.number)
         for request in self._plan_decodes(step):
-            if step.budget > 0:
-                step.add_chunk(request, self._chunk(request, step.budget))
+            if request.num_to_compute <= step.budget or (step.budget > 0 and not step.is_cut):
+                step.add_chunk(request, self._chunk(request.num_to_compute, step.budget))
         while step.budget > 0 and self._slots.num_usable > 0 and self._admit_next(step, now_ns):
             pass
         step.use_up()
@@ -326,9 +326,8 @@ class Scheduler:
         self.preemptions += 1
         self._waiting.put_back(request)
 
-    def _chunk(self, request: Request, budget: int) -> int:
-        """Tokens of a prefill that are computed when `budget` are left."""
-        missing = request.num_to_compute
+    def _chunk(self, missing: int, budget: int) -> int:
+        """Tokens of a prefill of `missing` that are computed when `budget` are left."""
         if missing <= budget:
             return missing
         return budget - min(self.limits.prefill_reserve, budget // 2)
@@ -337,18 +336,20 @@ class Scheduler:
         """Starts the first of the queue that can start; False if none may. What is passed over for it is counted."""
         passed: list[Request] = []
         for request in islice(self._waiting, _LOOK_AHEAD):
+            is_due = request.overtaken >= self.limits.max_overtakes
             # What was preempted cannot be named whole while its last id is on its way.
             if request.num_known == request.num_tokens:
                 placement = place(request, self._pool, self.limits.block_tokens)
                 if placement is None:
                     continue
+                ends = request.num_to_compute - placement.num_computed <= step.budget
                 # A block for each that runs: they are about to need one, and would take it back from the last.
-                if fits(placement, self._pool, len(self._running)):
+                if (ends or is_due or not step.is_cut) and fits(placement, self._pool, len(self._running)):
                     for other in passed:
                         other.overtaken += 1
                     self._admit(request, placement, step, now_ns)
                     return True
-            if request.overtaken >= self.limits.max_overtakes:
+            if is_due:
                 return False
             passed.append(request)
         return False
@@ -375,7 +376,7 @@ class Scheduler:
                 is_scored=request.is_scored,
             )
         )
-        step.add_chunk(request, self._chunk(request, step.budget))
+        step.add_chunk(request, self._chunk(request.num_to_compute, step.budget))
 
     def _count_hits(self, request: Request, placement: Placement) -> None:
         if self._residents.caches(request) and not request.is_scored and not placement.is_sibling:
