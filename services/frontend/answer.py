@@ -7,7 +7,7 @@ import asyncio
 from services.frontend.coalescing import Coalescer
 from services.frontend.engine import Outputs, Scores
 from services.frontend.generation import Choice
-from services.frontend.request import Delta, Job
+from services.frontend.request import Delta, Hold, Job
 from services.frontend.scores import PromptScores
 from services.frontend.tokenizer import TextTokenizer
 
@@ -24,10 +24,12 @@ class Answer:
         self._scores = PromptScores(job)
         self._choices = [Choice(job, tokenizer) for _ in range(job.options.n)]
         self._coalescer = Coalescer(job.options.hold, job.options.n)
+        self._at_once = job.options.hold == Hold() and job.options.n == 1
+        """A call that waits is handed the delta itself; for one that does not the coalescer keeps it."""
         self._num_running = job.options.n
         self._error: Exception | None = None
         self._loop = asyncio.get_running_loop()
-        self._reader: asyncio.Future[None] | None = None
+        self._reader: asyncio.Future[list[tuple[int, Delta]]] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -68,7 +70,9 @@ class Answer:
         except Exception as error:
             self.fail(error)
             return False
-        if self._coalescer.add(index, delta, self._loop.time()):
+        if self._at_once and self._reader is not None and not self._reader.done():
+            self._reader.set_result([(index, delta)])
+        elif self._coalescer.add(index, delta, self._loop.time()):
             self._wake()
         else:
             self._arm()
@@ -101,16 +105,16 @@ class Answer:
         request, once all that came before is taken.
         """
         while True:
-            now_s = self._loop.time()
-            if due := self._coalescer.due(now_s):
+            if not self._coalescer.empty and (due := self._coalescer.due(self._loop.time())):
                 return due
             if self._scores.any_waiting:
                 return []
             if self._error is not None:
-                if rest := self._coalescer.rest(now_s):
+                if rest := self._coalescer.rest(self._loop.time()):
                     return rest
                 raise self._error
-            await self._news()
+            if handed := await self._news():
+                return handed
 
     def take_scores(self) -> list[Scores]:
         """Logprobs of the prompt that the client does not have yet."""
@@ -122,11 +126,12 @@ class Answer:
             self._timer.cancel()
             self._timer = None
 
-    async def _news(self) -> None:
+    async def _news(self) -> list[tuple[int, Delta]]:
+        """Waits until there may be something to take, or is handed it."""
         self._arm()
         self._reader = self._loop.create_future()
         try:
-            await self._reader
+            return await self._reader
         finally:
             self._reader = None
 
@@ -144,4 +149,4 @@ class Answer:
 
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+            self._reader.set_result([])

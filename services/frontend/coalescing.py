@@ -16,32 +16,41 @@ class Coalescer:
 
     def __init__(self, hold: Hold, num_choices: int) -> None:
         self._interval_s = hold.interval_s
+        self._num_parts = 0
         self._held = [_Held(hold) for _ in range(num_choices)]
 
     @property
     def empty(self) -> bool:
         """Nothing is held."""
-        return not any(held.anything for held in self._held)
+        return self._num_parts == 0
 
     def add(self, choice: int, delta: Delta, now_s: float) -> bool:
         """Takes what is new of a choice; True where what is held of it is now due."""
         held = self._held[choice]
         held.add(delta)
+        self._num_parts += 1
         return held.is_due(now_s)
 
     def due(self, now_s: float) -> list[tuple[int, Delta]]:
         """What is to be sent now, by choice."""
-        return [(choice, held.take(now_s)) for choice, held in enumerate(self._held) if held.is_due(now_s)]
+        if not self._num_parts:
+            return []
+        return [(choice, self._take(held, now_s)) for choice, held in enumerate(self._held) if held.is_due(now_s)]
 
     def rest(self, now_s: float) -> list[tuple[int, Delta]]:
         """All that is held, due or not: nothing more will come."""
-        return [(choice, held.take(now_s)) for choice, held in enumerate(self._held) if held.anything]
+        return [(choice, self._take(held, now_s)) for choice, held in enumerate(self._held) if held.anything]
 
     def next_s(self) -> float | None:
         """When something that is held is due though nothing is added; None: never."""
         if not self._interval_s:
             return None
         return min((held.due_s for held in self._held if held.anything and held.due_s is not None), default=None)
+
+    def _take(self, held: _Held, now_s: float) -> Delta:
+        parts = held.take(now_s)
+        self._num_parts -= len(parts)
+        return _joined(parts)
 
 
 class _Held:
@@ -72,13 +81,13 @@ class _Held:
             return True
         return hold.interval_s > 0 and (self.due_s is None or now_s >= self.due_s)
 
-    def take(self, now_s: float) -> Delta:
+    def take(self, now_s: float) -> list[Delta]:
         count = self._most()
         parts, self._parts = self._parts[:count], self._parts[count:]
         self._num_ids -= sum(len(part.token_ids) for part in parts)
         if self._hold.interval_s:
             self.due_s = now_s + self._hold.interval_s
-        return _joined(parts)
+        return parts
 
     def _most(self) -> int:
         """How many parts one message takes, at least one."""

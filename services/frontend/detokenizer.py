@@ -25,7 +25,9 @@ class Detokenizer:
 
     def __init__(self, tokenizer: TextTokenizer, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
+        self._backend = tokenizer.backend
         self._skip = skip_special_tokens
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._context: list[int]
         self._held: list[int]
         self._stream: Stream
@@ -42,11 +44,11 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """The text that one more id makes known, often its own, "" while a character is incomplete."""
-        if self._skip and token_id in self._tokenizer.special_ids:
+        if token_id in self._skipped:
             return ""
         self._started = True
         try:
-            text = self._stream.step(self._tokenizer.backend, token_id)
+            text = self._stream.step(self._backend, token_id)
         except Exception:
             # The decode is no longer an extension of the one before (a byte-fallback run that broke). Go on from the
             # held ids alone; a tokenizer that is at fault raises again.
@@ -54,7 +56,8 @@ class Detokenizer:
         self._held.append(token_id)
         if text is None:
             return self._peek()
-        return self._complete(text)
+        self._context, self._held = self._held, []
+        return self._unsent(text) if self._sent or self._prompts_broken else text
 
     def flush(self) -> str:
         """What is still held when no more ids come: at most one U+FFFD for a broken end."""
@@ -93,11 +96,7 @@ class Detokenizer:
         self._context, self._held = context, list(held)
         self._stream = self._tokenizer.stream(context, skip_special_tokens=self._skip)
         if held:
-            self._stream.step(self._tokenizer.backend, list(held))
-
-    def _complete(self, text: str) -> str:
-        self._context, self._held = self._held, []
-        return self._unsent(text)
+            self._stream.step(self._backend, list(held))
 
     def _peek(self) -> str:
         """Whole characters in front of a partial one: they need not wait for it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -63,11 +64,10 @@ class Scores:
         return self.start + len(self.logprobs)
 
 
-@dataclass(frozen=True)
-class Outputs:
+class Outputs(NamedTuple):
     """What is new of one choice; `logprobs` is as long as `token_ids`, or empty where none were asked for.
 
-    `scores` are of the prompt, and come before the first id.
+    `scores` are of the prompt, and come before the first id. One a token, and so a tuple: see Delta.
     """
 
     token_ids: tuple[int, ...] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import grpc
 import numpy as np
@@ -118,13 +118,13 @@ def read_outputs(message: engine_pb2.StepOutputs) -> StepReport:
             f"{len(token_ids)} ids"
         )
     logprobs = _read_logprobs(message.logprobs, len(token_ids), message.step) if message.HasField("logprobs") else {}
-    outputs: dict[int, Outputs] = {}
-    start = 0
-    for request_id, count in zip(request_ids, counts, strict=True):
-        places = range(start, start + count)
-        start += count
-        own = tuple(logprobs[place] for place in places if place in logprobs)
-        _add(outputs, request_id, Outputs(tuple(token_ids[places.start : places.stop]), own))
+    if not message.token_counts and not logprobs and len(set(request_ids)) == len(request_ids):
+        # By far the most steps: an id a request, and nothing else.
+        outputs = {
+            request_id: Outputs((token_id,)) for request_id, token_id in zip(request_ids, token_ids, strict=True)
+        }
+    else:
+        outputs = _share_ids(request_ids, counts, token_ids, logprobs)
     for told in message.prompt_logprobs:
         _add(outputs, told.request_id, Outputs(scores=(_read_scores(told, message.step),)))
     for started in message.started:
@@ -132,6 +132,19 @@ def read_outputs(message: engine_pb2.StepOutputs) -> StepReport:
     for finished in message.finished:
         _add(outputs, finished.request_id, Outputs(finish=_read_finish(finished)))
     return StepReport(outputs, {failed.request_id: _read_failed(failed) for failed in message.failed})
+
+
+def _share_ids(
+    request_ids: Sequence[int], counts: Sequence[int], token_ids: Sequence[int], logprobs: Mapping[int, Logprob]
+) -> dict[int, Outputs]:
+    outputs: dict[int, Outputs] = {}
+    start = 0
+    for request_id, count in zip(request_ids, counts, strict=True):
+        places = range(start, start + count)
+        start += count
+        own = tuple(logprobs[place] for place in places if place in logprobs)
+        _add(outputs, request_id, Outputs(tuple(token_ids[places.start : places.stop]), own))
+    return outputs
 
 
 def _add(outputs: dict[int, Outputs], request_id: int, new: Outputs) -> None:

@@ -22,6 +22,9 @@ class Choice:
 
     def __init__(self, job: Job, tokenizer: TextTokenizer) -> None:
         self._job = job
+        self._vocab_size = job.engine.vocab_size
+        self._wants_logprobs = job.options.logprobs is not None
+        self._may_match = bool(job.options.stop)
         self._detokenizer = Detokenizer(tokenizer, job.prompt_ids, skip_special_tokens=job.options.skip_special_tokens)
         self._stops = StopMatcher(job.options.stop, include=job.options.include_stop_string)
         self._cumulative_logprob = 0.0
@@ -40,23 +43,23 @@ class Choice:
                 text += self._finish(outputs.finish)
         except Exception as error:
             raise _broken("DETOKENIZE", f"the tokenizer cannot decode what the model wrote: {error}") from error
-        logprobs = outputs.logprobs[:kept] if self._job.options.logprobs is not None else ()
+        if not self._wants_logprobs:
+            return Delta(text, outputs.token_ids[:kept], (), self.stopped)
+        logprobs = outputs.logprobs[:kept]
         self._cumulative_logprob += sum(entry.logprob for entry in logprobs)
-        return Delta(
-            text=text,
-            token_ids=outputs.token_ids[:kept],
-            logprobs=logprobs,
-            stopped=self.stopped,
-            cumulative_logprob=self._cumulative_logprob if self._wants_sum() else None,
-        )
+        cumulative = None if self.stopped is None else self._cumulative_logprob
+        return Delta(text, outputs.token_ids[:kept], logprobs, self.stopped, cumulative)
 
     def nothing(self) -> Delta:
         """The answer to max_tokens 0: a finish, and no ids."""
         self.stopped = Stopped("length")
-        return Delta(stopped=self.stopped, cumulative_logprob=0.0 if self._wants_sum() else None)
+        return Delta(stopped=self.stopped, cumulative_logprob=0.0 if self._wants_logprobs else None)
 
     def _read(self, token_ids: tuple[int, ...]) -> tuple[str, int]:
         """(text that may be sent, how many of the ids are kept)."""
+        if not self._may_match:
+            self.num_tokens += len(token_ids)
+            return "".join(map(self._detokenizer.push, token_ids)), len(token_ids)
         pieces = []
         for place, token_id in enumerate(token_ids):
             self.num_tokens += 1
@@ -85,15 +88,13 @@ class Choice:
             return Stopped(finish.reason, eos_token_id=finish.stop_id)
         return Stopped(finish.reason, stop_token_id=finish.stop_id)
 
-    def _wants_sum(self) -> bool:
-        return self.stopped is not None and self._job.options.logprobs is not None
-
     def _check(self, outputs: Outputs) -> None:
-        vocab_size = self._job.engine.vocab_size
         for token_id in outputs.token_ids:
-            if token_id >= vocab_size:
-                raise _broken("BAD_TOKEN_ID", f"the engine sampled id {token_id}, the vocabulary has {vocab_size}")
-        if self._job.options.logprobs is not None:
+            if token_id >= self._vocab_size:
+                raise _broken(
+                    "BAD_TOKEN_ID", f"the engine sampled id {token_id}, the vocabulary has {self._vocab_size}"
+                )
+        if self._wants_logprobs:
             _check_logprobs(outputs.logprobs, len(outputs.token_ids))
 
 

@@ -54,23 +54,25 @@ def prompt_logprobs(
     yield inference_pb2.PromptLogprobs(start=start, positions=positions)
 
 
-def choice(index: int, delta: Delta, tokenizer: TextTokenizer) -> inference_pb2.Choice:
-    """A delta of a choice."""
-    return inference_pb2.Choice(
-        index=index,
-        text=delta.text,
-        token_ids=delta.token_ids,
-        logprobs=[
-            inference_pb2.PositionLogprobs(
-                token=inference_pb2.TokenLogprob(
+def choices(message: R, deltas: Sequence[tuple[int, Delta]], tokenizer: TextTokenizer) -> R:
+    """The message with deltas, each of a choice, filled in. One a token: set in place, where arguments are copied."""
+    for index, delta in deltas:
+        choice = message.choices.add()
+        if index:
+            choice.index = index
+        choice.text = delta.text
+        choice.token_ids.extend(delta.token_ids)
+        for token_id, entry in zip(delta.token_ids, delta.logprobs, strict=False):
+            choice.logprobs.add().token.MergeFrom(
+                inference_pb2.TokenLogprob(
                     token_id=token_id, logprob=entry.logprob, rank=entry.rank, raw=tokenizer.token_bytes(token_id)
                 )
             )
-            for token_id, entry in zip(delta.token_ids, delta.logprobs, strict=False)
-        ],
-        finish=None if delta.stopped is None else _finish(delta.stopped),
-        cumulative_logprob=delta.cumulative_logprob,
-    )
+        if delta.stopped is not None:
+            choice.finish.CopyFrom(_finish(delta.stopped))
+        if delta.cumulative_logprob is not None:
+            choice.cumulative_logprob = delta.cumulative_logprob
+    return message
 
 
 def tokenized(ids: Sequence[int], tokenizer: TextTokenizer) -> inference_pb2.TokenizeResponse:

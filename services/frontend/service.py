@@ -39,8 +39,8 @@ R = TypeVar("R", inference_pb2.GenerateResponse, inference_pb2.ChatResponse)
 Context: TypeAlias = Any  # grpc.aio.ServicerContext; the generated base class names a union that mypy cannot narrow
 Prepare: TypeAlias = Callable[[EngineFacts], Awaitable[Job]]
 Write: TypeAlias = Callable[[Any], Coroutine[Any, Any, None]]
-Send: TypeAlias = Callable[[list[tuple[int, Delta]]], Coroutine[Any, Any, None]]
-"""Deltas to the client by choice, in one message; none of them, none."""
+Send: TypeAlias = Callable[[list[tuple[int, Delta]]], Awaitable[None]]
+"""Deltas to the client by choice, in one message."""
 
 Tell: TypeAlias = Callable[[Scores], Coroutine[Any, Any, None]]
 """Prompt logprobs to the client, in as many messages as it takes."""
@@ -169,10 +169,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             job = await prepare(self._engine.require())
             answer = Answer(job, self._model.tokenizer)
 
-            async def send(deltas: list[tuple[int, Delta]]) -> None:
-                if deltas:
-                    tokenizer = self._model.tokenizer
-                    await write(response(choices=[responses.choice(i, delta, tokenizer) for i, delta in deltas]))
+            def send(deltas: list[tuple[int, Delta]]) -> Awaitable[None]:
+                return write(responses.choices(response(), deltas, self._model.tokenizer))
 
             async def tell(scores: Scores) -> None:
                 for piece in responses.prompt_logprobs(job, scores, self._model.tokenizer, self._scores_bytes):
@@ -221,7 +219,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 deltas = await answer.take()
                 for scores in answer.take_scores():
                     await tell(scores)
-                await send(deltas)
+                if deltas:
+                    await send(deltas)
         except RequestError as error:
             if error.code is grpc.StatusCode.INTERNAL:
                 log.error("request %s (label %r): %s", request_id, job.options.label, error.message)

@@ -69,6 +69,33 @@ async def test_what_is_wrong_with_an_output_is_raised_where_it_is_taken(
         await made.take()
 
 
+async def test_a_reader_that_waits_gets_the_first_delta_alone_and_then_what_came_before_it_ran(
+    text: tokenizer.TextTokenizer,
+) -> None:
+    made = answer(text)
+    reading = asyncio.create_task(made.take())
+    await asyncio.sleep(0)
+    for token_id in (50, 51):
+        assert not made.put(0, Outputs((token_id,)))
+    assert not made.put(0, Outputs((52,), finish=EngineFinish("length", None)))
+    made.fail(RequestError(grpc.StatusCode.INTERNAL, "LOST", "lost"))
+    assert ids(await reading) == [(0, (50,))] and not made.done
+    ((_, rest),) = await made.take()
+    assert rest.token_ids == (51, 52) and rest.stopped == Stopped("length")
+    assert made.done
+    with pytest.raises(RequestError, match="lost"):
+        await made.take()
+
+
+async def test_choices_of_one_step_share_a_message_though_the_reader_waits(text: tokenizer.TextTokenizer) -> None:
+    made = answer(text, n=2)
+    reading = asyncio.create_task(made.take())
+    await asyncio.sleep(0)
+    made.put(0, Outputs((50,)))
+    made.put(1, Outputs((60,)))
+    assert ids(await reading) == [(0, (50,)), (1, (60,))]
+
+
 async def test_a_reader_is_woken_only_for_what_is_due(text: tokenizer.TextTokenizer) -> None:
     made = answer(text, hold=Hold(tokens=3))
     reading = asyncio.create_task(made.take())

@@ -86,6 +86,22 @@ def test_outputs_are_split_by_request() -> None:
     }
 
 
+def test_a_step_of_one_id_each_is_read_by_request_and_a_request_named_twice_keeps_both() -> None:
+    length = generation_pb2.FINISH_REASON_LENGTH
+    message = engine_pb2.StepOutputs(
+        request_ids=u8(5, 2**40),
+        token_ids=u4(10, 11),
+        started=[engine_pb2.Started(request_id=5, cached_tokens=16)],
+        finished=[engine_pb2.Finished(request_id=2**40, reason=length)],
+    )
+    assert engine_wire.read_outputs(message).outputs == {
+        5: Outputs((10,), cached_tokens=16),
+        2**40: Outputs((11,), finish=EngineFinish("length", None)),
+    }
+    twice = engine_pb2.StepOutputs(request_ids=u8(5, 6, 5), token_ids=u4(10, 11, 12))
+    assert engine_wire.read_outputs(twice).outputs == {5: Outputs((10, 12)), 6: Outputs((11,))}
+
+
 def test_empty_columns_mean_one_id_each_and_every_place() -> None:
     message = engine_pb2.StepOutputs(
         request_ids=u8(1, 2),
