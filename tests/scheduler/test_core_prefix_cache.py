@@ -151,6 +151,47 @@ def test_a_failed_row_stores_nothing() -> None:
     assert driver.core.cached_blocks == 0
 
 
+def test_a_request_that_fails_takes_back_what_its_earlier_chunks_stored() -> None:
+    """Only a row that samples shows that it failed: the keys and values of chunks before it may be NaN already, and
+    whoever found them would fail too, for as long as they are found."""
+    driver = roomy(max_step_tokens=8)
+    first = driver.submit(list(range(9)), max_tokens=1)
+    driver.failing.add(first)
+    driver.step()
+    assert driver.core.cached_blocks == 2
+    driver.run()
+    assert driver.core.cached_blocks == 0
+    key = driver.submit(list(range(9)), max_tokens=1)
+    driver.run()
+    assert cached_tokens(driver, key) == 0
+
+
+def test_a_request_that_fails_when_it_was_preempted_already_takes_it_back_too() -> None:
+    driver = roomy(max_step_tokens=8, max_in_flight=2)
+    key = driver.submit(list(range(9)), max_tokens=4)
+    driver.plan()
+    driver.failing.add(key)
+    driver.plan()
+    driver.apply()
+    assert driver.core.cached_blocks == 2
+    driver.core._preempt(driver.core._requests[key])
+    driver.apply()
+    assert driver.seen[key].failure and driver.core.cached_blocks == 0
+    driver.run()
+
+
+def test_a_request_that_fails_on_what_it_found_leaves_it_to_its_holders_alone() -> None:
+    driver = roomy()
+    holder = driver.submit([*range(8), 50], max_tokens=8)
+    driver.step()
+    driver.failing.add(driver.submit([*range(8), 60]))
+    driver.step()
+    driver.step()
+    later = driver.submit([*range(8), 70], max_tokens=1)
+    driver.run()
+    assert driver.seen[holder].finished and cached_tokens(driver, later) == 0
+
+
 def test_nothing_is_found_after_the_executor_was_lost() -> None:
     driver = roomy()
     driver.submit(list(range(9)), max_tokens=1)

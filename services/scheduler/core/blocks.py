@@ -109,6 +109,12 @@ class BlockPool:
             self._by_digest[stored.digest] = block
             self.events.append(stored)
 
+    def forget(self, digests: Iterable[bytes]) -> None:
+        """Makes what has one of `digests` unfindable; free blocks keep their place in the list."""
+        for digest in digests:
+            if (block := self._by_digest.get(digest)) is not None:
+                self._forget(block)
+
     def flush(self) -> int:
         """Makes every block unfindable; how many were. Free ones keep their place in the list."""
         flushed = len(self._by_digest)

@@ -95,6 +95,11 @@ class Residents:
             self.pool.store(request.blocks[index], Stored(digests[index], parent, column))
             request.next_stored += block_tokens
 
+    def distrust(self, request: Request) -> None:
+        """Makes the content of a failed request unfindable, whoever stored it: a chunk before the row that failed may
+        have spoiled it. Who shares blocks with it keeps them."""
+        self.pool.forget(request.digests)
+
     def flush(self) -> int:
         """Forgets what can be found, and what running requests would still add; how many blocks that were."""
         for request in self.running:

@@ -424,6 +424,7 @@ class Scheduler:
                 dropped.update(range(place, place + count))
             elif failed and slot in failed:
                 message = f"the executor could not compute it: {failed[slot]}"
+                self._residents.distrust(request)
                 self._fail(request, FailureKind.ROW_FAILED, message, updates)
             else:
                 if request.slot == slot:  # else it was preempted, and this KV is gone
