@@ -212,6 +212,17 @@ def test_a_flush_also_holds_for_blocks_that_running_requests_fill_later() -> Non
     assert driver.core.cached_blocks == 0
 
 
+def test_a_flush_also_holds_for_a_choice_that_goes_on_from_a_siblings_prompt() -> None:
+    driver = roomy()
+    key = driver.submit([1, 2, 3, 4, 5], max_tokens=20, choices=2)
+    driver.plan()
+    driver.apply()
+    assert driver.core.num_waiting == 1
+    assert driver.core.flush_prefix_cache() == 1
+    driver.run()
+    assert driver.seen[key].finished and driver.core.cached_blocks == 0
+
+
 # -- events
 
 

@@ -26,7 +26,8 @@ class Placement:
     num_new: int
     num_computed: int
     copied: int | None = None
-    is_sibling: bool = False
+    sibling: Request | None = None
+    """Whose prompt it shares; None where there is no such"""
 
 
 def place(request: Request, pool: BlockPool, block_tokens: int) -> Placement | None:
@@ -53,7 +54,7 @@ def place(request: Request, pool: BlockPool, block_tokens: int) -> Placement | N
 def _beside(sibling: Request, prompt_tokens: int, block_tokens: int) -> Placement:
     full = (prompt_tokens - 1) // block_tokens
     begun = (prompt_tokens - 1) % block_tokens > 0  # the last token's block holds others too
-    return Placement(sibling.blocks[:full], 1, prompt_tokens - 1, sibling.blocks[full] if begun else None, True)
+    return Placement(sibling.blocks[:full], 1, prompt_tokens - 1, sibling.blocks[full] if begun else None, sibling)
 
 
 def fits(placement: Placement, pool: BlockPool, spare: int) -> bool:

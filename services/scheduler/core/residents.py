@@ -49,7 +49,8 @@ class Residents:
         request.room_tokens = len(request.blocks) * self._block_tokens
         request.num_computed = request.num_stored = computed = placement.num_computed
         next_full = (computed // self._block_tokens + 1) * self._block_tokens
-        request.next_stored = next_full if self.caches(request) else _NO_BLOCK
+        stores = self.caches(request) and (placement.sibling is None or placement.sibling.next_stored != _NO_BLOCK)
+        request.next_stored = next_full if stores else _NO_BLOCK
         return None if placement.copied is None else (placement.copied, new_blocks[0])
 
     def grow(self, request: Request) -> int:

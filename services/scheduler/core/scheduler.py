@@ -379,7 +379,7 @@ class Scheduler:
         step.add_chunk(request, self._chunk(request.num_to_compute, step.budget))
 
     def _count_hits(self, request: Request, placement: Placement) -> None:
-        if self._residents.caches(request) and not request.is_scored and not placement.is_sibling:
+        if self._residents.caches(request) and not request.is_scored and placement.sibling is None:
             request.cached_tokens = placement.num_computed
             self.prefix_query_tokens += request.prompt_tokens
             self.prefix_hit_tokens += placement.num_computed
