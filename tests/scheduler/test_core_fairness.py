@@ -92,6 +92,32 @@ def test_idleness_earns_no_credit() -> None:
     assert 3 <= sum(order) <= 5
 
 
+def test_one_that_comes_while_nothing_waits_is_lifted_to_what_the_last_was_served_by_now() -> None:
+    """What "busy" was served since it left the queue is no credit of "late"."""
+    tenants = Tenants()
+    busy = tenants.open("busy", 1)
+    tenants.joined_queue(busy)
+    tenants.left_queue(busy)
+    busy.served += 1000
+    assert tenants.open("late", 1).served == 1000
+
+
+def test_a_tenant_that_ran_alone_is_not_kept_waiting_for_another_to_catch_up() -> None:
+    driver = CoreDriver(max_slots=1, max_waiting=100, context_tokens=256, num_blocks=65)
+    driver.submit(4, max_tokens=200, tenant="busy")
+    while driver.core.num_requests:
+        driver.step()
+        if len(next(iter(driver.seen.values())).ids) == 199:
+            break
+    begun = len(order_of_starts(driver))
+    late = [driver.submit(4, max_tokens=4, tenant="late") for _ in range(10)]
+    for _ in range(10):
+        driver.submit(4, max_tokens=4, tenant="busy")
+    driver.run()
+    order = [key in late for key in order_of_starts(driver)[begun : begun + 8]]
+    assert 3 <= sum(order) <= 5
+
+
 def test_an_account_is_forgotten_when_too_many_are_idle() -> None:
     tenants = Tenants()
     for i in range(MAX_IDLE + 10):

@@ -2,7 +2,8 @@
 
 Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), algorithm 2: each tenant has a counter of what it
 was served, prompt tokens computed and output tokens weighted; the waiting tenant with the lowest counter is next. One
-that comes back from having nothing queued is lifted to the lowest of those that wait, so idleness earns no credit; what
+that comes back from having nothing queued is lifted to the lowest of those that wait, or where none does to the last
+that did, so idleness earns no credit; what
 any two tenants that always have work are served differs by a bounded amount, and capacity is never left idle.
 """
 
@@ -34,7 +35,7 @@ class Tenants:
     def __init__(self) -> None:
         self._active: dict[str, Account] = {}
         self._idle: dict[str, Account] = {}  # in the order they became idle
-        self._last_to_leave_queue = 0
+        self._last_to_leave_queue = Account("", 0)
 
     def num_waiting(self, tenant: str) -> int:
         """Requests of `tenant` that wait."""
@@ -53,7 +54,7 @@ class Tenants:
             account = self._active[tenant] = self._idle.pop(tenant) if tenant in self._idle else Account(tenant, 0)
         if account.num_waiting == 0:
             waiting = [other.served for other in self._active.values() if other.num_waiting]
-            account.served = max(account.served, min(waiting, default=self._last_to_leave_queue))
+            account.served = max(account.served, min(waiting, default=self._last_to_leave_queue.served))
         account.num_requests += num_requests
         return account
 
@@ -65,7 +66,7 @@ class Tenants:
         """One fewer waits."""
         account.num_waiting -= 1
         if account.num_waiting == 0:
-            self._last_to_leave_queue = account.served
+            self._last_to_leave_queue = account  # and not its counter: what it is served from now on counts too
 
     def ended(self, account: Account) -> None:
         """A request of it is over."""
