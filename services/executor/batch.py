@@ -140,8 +140,12 @@ class PersistentBatch:
         self._columns.tokens[slots] += 1
 
     def fail(self, slots: Int64s) -> None:
-        """Marks `slots`, whose rows gave no id. A plan made before that was known still counts one, so one is kept."""
+        """Marks `slots`, whose rows gave no id. A plan made before that was known still counts one, so one is kept,
+
+        but for a slot whose ids fill the context: no plan counts more of it.
+        """
         self._columns.failed[slots] = 1
+        slots = slots[self._columns.tokens[slots] <= self.settings.context_tokens]
         self.append(slots, np.zeros(len(slots), np.int64))
 
     def _check_freed(self, columns: _Columns, plan: Plan) -> None:

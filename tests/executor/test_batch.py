@@ -242,6 +242,20 @@ def test_rows_of_a_failed_slot_are_left_out_until_it_is_freed() -> None:
     assert again.slots.tolist() == [4] and again.failed_slots.size == 0
 
 
+def test_a_prompt_that_fills_the_context_fails_alone_in_every_step_under_way() -> None:
+    """One that is scored may fail before its end; what is under way then fails too, and has no room for more ids."""
+    batch = PersistentBatch(SETTINGS, BLOCKS, 512)
+    request = started(
+        0, token_ids=column(*[5] * 128), prompt_tokens=128, block_ids=[column(*range(1, 9))], prompt_logprobs=0
+    )
+    begin(batch, step=1, started=[request], slots=column(0), token_counts=column(60))
+    batch.fail(np.array([0]))
+    for step in (2, 3):
+        inputs = begin(batch, step=step, slots=column(0), token_counts=column(30))
+        assert inputs.failed_slots.tolist() == [0]
+        batch.fail(inputs.failed_slots)
+
+
 def test_a_destination_may_be_a_block_that_the_plan_gives_out() -> None:
     batch = make()
     copies = column(3, 4, 3, 6)
