@@ -85,6 +85,10 @@ def read_submit(
         raise invalid("num_choices", "is 0; a request has 1 choice or more")
     if submit.num_choices > max_choices:
         raise invalid("num_choices", f"is {submit.num_choices}, the limit is --max-choices {max_choices}")
+    if submit.request_id + submit.num_choices > 1 << 64:
+        raise invalid(
+            "request_id", f"is {submit.request_id}, the last of its {submit.num_choices} choices has no uint64 number"
+        )
     if submit.HasField("logprobs") and submit.logprobs > 0:
         raise unserved("logprobs", f"of {submit.logprobs} is not served yet, only 0: the id's own")
     if submit.HasField("prompt_logprobs") and submit.prompt_logprobs > 0:

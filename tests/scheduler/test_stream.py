@@ -254,6 +254,7 @@ async def test_a_field_that_is_not_served_fails_its_request_alone(model: Path, f
         ({"num_choices": 0}, "num_choices: is 0"),
         ({"num_choices": 17}, "num_choices: is 17, the limit is --max-choices 16"),
         ({"num_choices": 2**32 - 1}, "the limit is --max-choices 16"),
+        ({"request_id": 2**64 - 1, "num_choices": 2}, "request_id: is 18446744073709551615, the last of its 2 choices"),
         ({"priority": 1001}, "priority: is 1001, not in [-1000, 1000]"),
         ({"priority": -1001}, "priority: is -1001"),
         ({"tenant": "é" * 65}, "tenant: has 130 bytes, the limit is 128"),
