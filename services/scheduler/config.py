@@ -47,7 +47,10 @@ class SchedulerConfig(ServiceConfig):
         None, description="file to write what the core is told to, for `triptych replay`; it holds prompts as ids"
     )
     kv_event_log: int = Field(
-        10_000, ge=1, description="changes of the prefix cache kept for subscribers that come back"
+        10_000,
+        ge=1,
+        description="changes of the prefix cache, one or more a step, kept for subscribers that come back; fewer where "
+        "they tell of more than 262144 blocks together",
     )
     max_in_flight: int | None = Field(
         None, ge=1, le=2, description="steps under way at once; unset: what the executor takes, at most 2"

@@ -17,6 +17,9 @@ from services.scheduler.core.kv_events import KvEvent, Removed, Stored
 EVENTS_A_MESSAGE = 512
 """Blocks a message tells of: at 16 tokens a block about 50 KB."""
 
+MAX_KEPT_EVENTS = 1 << 18
+"""Blocks that all entries kept tell of: some 100 MB at 16 tokens a block."""
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -28,14 +31,17 @@ class Entry:
 
 
 class KvEventLog:
-    """The last `capacity` entries. Sequence numbers start at 1 with the process and have no gaps.
+    """The last `capacity` entries, fewer where they tell of more than MAX_KEPT_EVENTS blocks. Sequence numbers start at
+    1 with the process and have no gaps.
 
     A subscriber reads at its own pace out of what is kept, so a slow one costs nothing; it is told when it has fallen
     out.
     """
 
     def __init__(self, capacity: int, block_tokens: int) -> None:
-        self._entries: deque[Entry] = deque(maxlen=capacity)
+        self._entries: deque[Entry] = deque()
+        self._capacity = capacity
+        self._num_events = 0  # of all entries
         self._block_tokens = block_tokens
         self._sequence = 0
         self._more = asyncio.Event()
@@ -49,10 +55,16 @@ class KvEventLog:
         """Numbers what has just happened."""
         for start in range(0, len(events), EVENTS_A_MESSAGE):
             self._sequence += 1
-            self._entries.append(Entry(self._sequence, unix_ns, events[start : start + EVENTS_A_MESSAGE]))
+            self._keep(Entry(self._sequence, unix_ns, events[start : start + EVENTS_A_MESSAGE]))
         if events:
             self._more.set()
             self._more = asyncio.Event()
+
+    def _keep(self, entry: Entry) -> None:
+        self._entries.append(entry)
+        self._num_events += len(entry.events)
+        while len(self._entries) > self._capacity or self._num_events > MAX_KEPT_EVENTS:
+            self._num_events -= len(self._entries.popleft().events)
 
     def snapshot(
         self, cached: Sequence[Stored], sequence: int, unix_ns: int

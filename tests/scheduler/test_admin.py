@@ -15,7 +15,7 @@ from triptych.engine.v1 import admin_pb2, admin_pb2_grpc
 
 from services.common.digests import prompt_digests, root_digest
 from services.scheduler.core.kv_events import Cleared, Removed, Stored
-from services.scheduler.kv_event_log import EVENTS_A_MESSAGE, KvEventLog
+from services.scheduler.kv_event_log import EVENTS_A_MESSAGE, MAX_KEPT_EVENTS, KvEventLog
 from tests.support.attached import Bench, bench
 
 PROMPT = list(range(40))
@@ -129,6 +129,17 @@ async def test_what_no_longer_fits_is_gone_and_a_reader_that_lags_is_told() -> N
         for _ in range(3):
             await anext(reader)
     assert [message.sequence for message in await taken(log, 6, 3)] == [6, 7, 8]
+
+
+async def test_what_is_kept_is_bounded_in_blocks_too() -> None:
+    """Large steps change a thousand blocks each: ten thousand such entries would be gigabytes."""
+    log = KvEventLog(10_000, 1)
+    event, entries = stored(1), MAX_KEPT_EVENTS // EVENTS_A_MESSAGE
+    for i in range(entries + 2):
+        log.append([event] * EVENTS_A_MESSAGE, i)
+    with pytest.raises(Exception, match="event 2 is no longer kept, the oldest is 3"):
+        await taken(log, 2, 1)
+    assert len((await taken(log, 3, entries))[-1].events) > 0
 
 
 async def test_a_reader_waits_for_what_comes() -> None:
