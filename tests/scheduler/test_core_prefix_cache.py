@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from services.common.digests import chained_digest, prompt_digests
+from services.scheduler.core import scheduler
 from services.scheduler.core.kv_events import Cleared, Removed, Stored
 from services.scheduler.core.request import RequestKey
 from tests.support.core_driver import CoreDriver
@@ -221,6 +222,19 @@ def test_a_flush_also_holds_for_a_choice_that_goes_on_from_a_siblings_prompt() -
     assert driver.core.flush_prefix_cache() == 1
     driver.run()
     assert driver.seen[key].finished and driver.core.cached_blocks == 0
+
+
+def test_requests_found_whole_are_not_all_named_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cached, each costs the step one token, but the plan all its ids: a message has a limit, whose excess would end
+    the epoch, and with it every request."""
+    monkeypatch.setattr(scheduler, "MAX_NAMED_TOKENS", 30)
+    driver = roomy(max_slots=8)
+    driver.submit(list(range(17)), max_tokens=1)
+    driver.run()
+    for _ in range(6):
+        driver.submit(list(range(17)), max_tokens=1)
+    driver.run()
+    assert [len(plan.started) for plan in driver.plans if plan.started] == [1, 2, 2, 2]
 
 
 # -- events

@@ -36,6 +36,8 @@ class Step:
     samples: list[int] = field(default_factory=list)
     """1 where a row is to sample an id, else 0."""
     scored: dict[int, tuple[int, int]] = field(default_factory=dict)
+    num_named: int = 0
+    """Ids of the requests in `started`."""
 
     def add_chunk(self, request: Request, count: int) -> None:
         """`request` computes `count` tokens in it."""

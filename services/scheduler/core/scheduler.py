@@ -58,6 +58,10 @@ from services.scheduler.core.waiting import WaitingQueue
 _LOOK_AHEAD = 16
 """Requests of the queue that are looked at for one that can start."""
 
+MAX_NAMED_TOKENS = 1 << 21
+"""Ids of requests named whole in one step, past which no other starts in it: 8 MB of a message's 64. What is cached
+costs a step little and its plan all of it, so many could start at once."""
+
 
 class Scheduler:
     """Requests of one engine. Every method returns at once and leaves the books balanced.
@@ -285,8 +289,9 @@ class Scheduler:
         for request in self._plan_decodes(step):
             if request.num_to_compute <= step.budget or (step.budget > 0 and not step.is_cut):
                 step.add_chunk(request, self._chunk(request.num_to_compute, step.budget))
-        while step.budget > 0 and self._slots.num_usable > 0 and self._admit_next(step, now_ns):
-            pass
+        while step.budget > 0 and step.num_named < MAX_NAMED_TOKENS and self._slots.num_usable > 0:
+            if not self._admit_next(step, now_ns):
+                break
         step.use_up()
         if step.is_empty and not self._slots.has_unannounced and not self._waits_for_a_slot():
             return None
@@ -359,6 +364,7 @@ class Scheduler:
         if (copy := self._residents.admit(request, placement)) is not None:
             step.copies.append(copy)
         request.overtaken = 0
+        step.num_named += request.num_tokens
         request.is_scored = request.wants_scores
         if request.scheduled_ns == 0:
             request.scheduled_ns = now_ns
