@@ -42,6 +42,12 @@ class FrontendConfig(ServiceConfig):
     max_logit_biases: int = Field(1024, ge=0, description="logit_bias entries a request may have")
     max_detokenize_ids: int = Field(256 * 1024, ge=1, description="ids of one Detokenize")
     max_cache_salt_bytes: int = Field(256, ge=0, description="UTF-8 bytes of a cache_salt")
+    min_priority: int = Field(
+        -1000,
+        ge=-1000,
+        le=1000,
+        description="lowest priority value, the first to run, that callers may ask for; it goes before fair shares",
+    )
     max_min_delta_tokens: int = Field(4096, ge=0, description="min_delta_tokens that a request may ask for")
     max_min_delta_interval_ms: int = Field(10_000, ge=0, description="min_delta_interval_ms that a request may ask for")
 
@@ -70,6 +76,7 @@ class FrontendConfig(ServiceConfig):
             logit_biases=self.max_logit_biases,
             detokenize_ids=self.max_detokenize_ids,
             cache_salt_bytes=self.max_cache_salt_bytes,
+            min_priority=self.min_priority,
             min_delta_tokens=self.max_min_delta_tokens,
             min_delta_interval_ms=self.max_min_delta_interval_ms,
         )

@@ -183,14 +183,12 @@ class EngineClient:
             self._fail(request_id, error)
 
     def _fail(self, request_id: int, error: RequestError) -> None:
-        """Ends a request with all its choices; its call closes it."""
-        request = self._requests.get(request_id)
-        if request is not None:
+        """Ends a request with all its choices; its call closes it, which aborts those that may still run.
+
+        What names the first choice may be of it alone, so the others are aborted too; unknown ids are ignored.
+        """
+        if (request := self._choices.pop(request_id, None)) is not None:
             request.fail(error)
-            for choice_id in request.choice_ids:
-                self._choices.pop(choice_id, None)
-        elif (request := self._choices.pop(request_id, None)) is not None:
-            request.fail(error)  # of one choice alone: closing the request aborts the others
 
     def _on_hello(self, message: engine_pb2.EngineHello) -> None:
         self.facts = engine_wire.read_hello(message)

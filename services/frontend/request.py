@@ -111,6 +111,7 @@ class Limits:
     logit_biases: int
     detokenize_ids: int
     cache_salt_bytes: int
+    min_priority: int
     min_delta_tokens: int
     min_delta_interval_ms: int
 

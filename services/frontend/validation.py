@@ -52,7 +52,7 @@ def read_options(
         echo=options.echo,
         skip_special_tokens=options.skip_special_tokens if options.HasField("skip_special_tokens") else True,
         hold=_read_hold(options, limits, path),
-        priority=_read_priority(options.priority, f"{path}.priority"),
+        priority=_read_priority(options.priority, limits, f"{path}.priority"),
         cache_salt=_read_salt(options.cache_salt, limits, f"{path}.cache_salt"),
         label=_read_label(options.label, f"{path}.label"),
     )
@@ -194,8 +194,10 @@ def _read_hold(options: inference_pb2.Options, limits: Limits, path: str) -> Hol
     return Hold(options.min_delta_tokens, options.min_delta_interval_ms / 1000)
 
 
-def _read_priority(priority: int, path: str) -> int:
+def _read_priority(priority: int, limits: Limits, path: str) -> int:
     _within(priority, PRIORITY, path)
+    if priority < limits.min_priority:
+        raise invalid(path, f"is {priority}; callers of this frontend may ask for {limits.min_priority} or more")
     return priority
 
 

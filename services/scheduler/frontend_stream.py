@@ -35,7 +35,7 @@ class FrontendStream:
         hello = await _first(messages)
         self._check_hello(hello)
         self._number = self._engine.attach(self._outbox)
-        log.info("frontend %s attached as %d", hello.frontend_id or "without an id", self._number)
+        log.info("frontend %.64r attached as %d", hello.frontend_id, self._number)
         reader = asyncio.create_task(self._read(messages), name=f"frontend-{self._number}")
         try:
             while (message := await self._outbox.take()) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -12,7 +13,7 @@ from triptych.inference.v1 import generation_pb2, inference_pb2
 from services.common.errors import RequestError, StartError
 from services.frontend.config import FrontendConfig
 from services.frontend.defaults import sampling_defaults
-from services.frontend.request import Hold, Options, Sampling
+from services.frontend.request import Hold, Limits, Options, Sampling
 from services.frontend.validation import output_length, read_options
 
 ENGINE_CHOICES = 3
@@ -30,11 +31,11 @@ LIMITS = FrontendConfig(
 VOCAB = 100
 
 
-def read(**options: Any) -> Options:
+def read(*, limits: Limits = LIMITS, **options: Any) -> Options:
     return read_options(
         inference_pb2.Options(**options),
         defaults=Sampling(),
-        limits=LIMITS,
+        limits=limits,
         vocab_size=VOCAB,
         max_choices=ENGINE_CHOICES,
     )
@@ -133,6 +134,9 @@ def test_priorities_salts_and_holds_have_their_ranges() -> None:
         (field,) = options
         assert error.code is grpc.StatusCode.INVALID_ARGUMENT and error.violations[0].field == f"options.{field}"
     assert "max_min_delta_tokens" in refusal(read, min_delta_tokens=11).message
+    floor = replace(LIMITS, min_priority=0)
+    assert read(limits=floor, priority=0).priority == 0
+    assert "callers of this frontend may ask for 0 or more" in refusal(read, limits=floor, priority=-1).message
     assert "max_cache_salt_bytes" in refusal(read, cache_salt="12345").message
 
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
-from itertools import islice
 
 from services.scheduler.core import books, gate
 from services.scheduler.core.deadlines import Deadlines
@@ -340,7 +339,7 @@ class Scheduler:
     def _admit_next(self, step: Step, now_ns: int) -> bool:
         """Starts the first of the queue that can start; False if none may. What is passed over for it is counted."""
         passed: list[Request] = []
-        for request in islice(self._waiting, _LOOK_AHEAD):
+        for request in self._waiting:
             is_due = request.overtaken >= self.limits.max_overtakes
             # What was preempted cannot be named whole while its last id is on its way.
             if request.num_known == request.num_tokens:
@@ -354,7 +353,7 @@ class Scheduler:
                         other.overtaken += 1
                     self._admit(request, placement, step, now_ns)
                     return True
-            if is_due:
+            if is_due or len(passed) == _LOOK_AHEAD:
                 return False
             passed.append(request)
         return False
