@@ -59,3 +59,15 @@ async def test_a_prompt_is_shown_with_each_ids_logprob_and_its_perplexity(length
         assert options.HasField("prompt_logprobs") and options.prompt_logprobs == 0 and options.echo
         out, _ = await run(address, "--max-tokens", "1")
         assert out == " town\n" and not scripted.requests[1].options.HasField("prompt_logprobs")
+
+
+async def test_choices_stand_below_an_echoed_prompt() -> None:
+    town = [pb.Choice(index=i, text=" town", token_ids=[9], finish=pb.Finish(reason=LENGTH)) for i in (0, 1)]
+    async with scripted_server() as (scripted, address):
+        scripted.messages = [
+            pb.GenerateResponse(prompt=pb.PromptInfo(prompt_tokens=3, text="A small")),
+            pb.GenerateResponse(choices=town),
+            pb.GenerateResponse(usage=pb.Usage(prompt_tokens=3, completion_tokens=2)),
+        ]
+        out, _ = await run(address, "--echo", "-n", "2", "--max-tokens", "1")
+        assert out == "A small\n--- choice 0, length\n town\n--- choice 1, length\n town\n"
