@@ -14,6 +14,7 @@ from triptych.engine.v1 import admin_pb2
 from services.common.errors import RequestError
 from services.scheduler.core.kv_events import KvEvent, Removed, Stored
 
+_ANEW = "leave from_sequence unset to begin with all that is cached now"
 EVENTS_A_MESSAGE = 512
 """Blocks a message tells of: at 16 tokens a block about 50 KB."""
 
@@ -68,7 +69,7 @@ class KvEventLog:
         """Entries from that number on, without end. Raises RequestError(OUT_OF_RANGE) for one no longer or not yet."""
         next_sequence = from_sequence
         if next_sequence > self._sequence + 1:
-            raise _out_of_range(f"event {next_sequence} has not happened yet, the last is {self._sequence}")
+            raise _out_of_range(f"event {next_sequence} has not happened yet, the last is {self._sequence}; {_ANEW}")
         while True:
             more = self._more
             for entry in self._from(next_sequence):
@@ -82,7 +83,7 @@ class KvEventLog:
     def _from(self, sequence: int) -> list[Entry]:
         if self._is_gone(sequence):
             oldest = self._entries[0].sequence if self._entries else self._sequence + 1
-            raise _out_of_range(f"event {sequence} is no longer kept, the oldest is {oldest}; subscribe anew without")
+            raise _out_of_range(f"event {sequence} is no longer kept, the oldest is {oldest}; {_ANEW}")
         kept = len(self._entries)
         return list(islice(self._entries, kept - (self._sequence + 1 - sequence), None))
 
