@@ -127,5 +127,7 @@ def for_people(error: TriptychError, address: str) -> StartError:
     """One line that says what to do."""
     if error.code.name == "UNAVAILABLE" and not error.reason:
         return StartError(f"nothing answers at {address}; start a server with `triptych up`, or give --address")
+    if error.code.name == "UNIMPLEMENTED" and not error.reason:
+        return StartError(f"{address} answers, but it is no frontend of Triptych; give the frontend's --address")
     retry = f" (try again in {error.retry_after_s:g} s)" if error.retry_after_s is not None else ""
     return StartError(f"{error}{retry}")

@@ -41,10 +41,13 @@ async def _generate(prompt: str, parsed: argparse.Namespace) -> None:
             options["prompt_logprobs"] = 0 if parsed.prompt_logprobs else None
             stream = connection.generate(prompt, **options)
 
+            several = (parsed.n or 1) > 1
+
             def before() -> None:
                 show_prompt(stream, scores=parsed.prompt_logprobs, text=parsed.echo)
+                if parsed.echo and several:
+                    print(flush=True)  # a choice begins a line of its own
 
-            several = (parsed.n or 1) > 1
             await (show_choices(stream, before=before) if several else show(stream, Shown(), before=before))
         except ValueError as error:  # an option that its field cannot hold
             raise StartError(str(error)) from None

@@ -183,7 +183,8 @@ def _explain(error: ValidationError, origin: Mapping[str, str]) -> str:
     for item in error.errors():
         key = str(item["loc"][0]) if item["loc"] else "config"
         where = f" (from {origin[key]})" if key in origin else ""
-        value = "" if item["type"] in ("extra_forbidden", "missing") else f", not {item['input']!r}"
+        told = not item["loc"] or item["type"] in ("extra_forbidden", "missing")  # of several keys: in the message
+        value = "" if told else f", not {item['input']!r}"
         lines.append(f"{key}{where}: {item['msg']}{value}")
     return "; ".join(lines)
 

@@ -20,6 +20,9 @@ log = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """Of the internal streams, both ways. A 1M-token prompt is 4 MB."""
 
+MAX_PENDING_CALLS = 100_000
+"""Calls that have come and that the event loop has not seen yet; each is answered, or refused with a reason."""
+
 _KEEPALIVE_PERMITTED = [
     # A client may ping as often as every 5 s, with or without calls, and gets no GOAWAY for it.
     ("grpc.keepalive_permit_without_calls", 1),
@@ -34,6 +37,9 @@ def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.so_reuseport", 0),  # a port in use is an error, not a second listener
+        # Past 1,000 calls that wait for this process, gRPC would cancel some by chance, without a reason that we name.
+        ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
         *_KEEPALIVE_PERMITTED,
     ]
 

@@ -17,7 +17,10 @@ def tenant_of(context: Any) -> str:
     The label is the caller's own and not to be trusted. An authenticated identity, once calls have one, is looked up
     here and takes precedence over it.
     """
-    labels = [value for key, value in context.invocation_metadata() or () if key == KEY]
+    metadata = context.invocation_metadata() or ()
+    if any(key == f"{KEY}-bin" for key, _ in metadata):
+        raise invalid(f"{KEY}-bin", f"is binary; name the tenant as text, in {KEY}")
+    labels = [value for key, value in metadata if key == KEY]
     if len(labels) > 1:
         raise invalid(KEY, f"stands {len(labels)} times in the metadata; a call has one tenant")
     return _checked(labels[0]) if labels else ""

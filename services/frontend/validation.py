@@ -214,4 +214,5 @@ def _read_label(label: str, path: str) -> str:
 
 def _within(value: float, allowed: Range, path: str, *, or_else: str = "") -> None:
     if value not in allowed:
-        raise invalid(path, f"is {value:g}; it must be in {allowed}{or_else}")
+        shown = str(value) if isinstance(value, int) else f"{value:g}"
+        raise invalid(path, f"is {shown}; it must be in {allowed}{or_else}")

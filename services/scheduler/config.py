@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from services.common.config import Address, ServiceConfig
 
@@ -21,12 +21,12 @@ class SchedulerConfig(ServiceConfig):
     dtype: Literal["auto", "float32"] = Field("auto", description="of the weights in use; auto: float32 on a CPU")
     max_model_len: int | None = Field(None, ge=1, description="longest context in tokens; unset: the model's")
     block_size: int = Field(16, ge=1, le=1024, description="tokens a KV block holds")
-    max_num_seqs: int = Field(64, ge=1, le=65536, description="requests that run at once")
+    max_num_seqs: int = Field(64, ge=1, le=65536, description="choices that run at once; a request of n takes n")
     max_num_batched_tokens: int = Field(256, ge=1, description="tokens computed in one step")
     prefill_reserve_tokens: int | None = Field(
         None,
         ge=0,
-        description="tokens of a step that a prompt too long for it leaves to shorter ones behind it; unset: a quarter",
+        description="tokens of a step that a prompt too long for it leaves to others, at most half; unset: a quarter",
     )
     max_overtakes: int = Field(
         16, ge=0, description="requests that may pass one which does not fit yet; then all wait for it"
@@ -42,9 +42,9 @@ class SchedulerConfig(ServiceConfig):
     tenant_queue_share: float = Field(
         0.75, gt=0, le=1, description="part of the queue that one tenant may fill, so that others find room"
     )
-    max_choices: int = Field(16, ge=1, le=1024, description="choices of one request (n)")
+    max_choices: int = Field(16, ge=1, le=1024, description="choices that one request may ask for (n)")
     record: Path | None = Field(
-        None, description="file to write what the core is told to, for `triptych replay`; it holds prompts as ids"
+        None, description="file to write what the core is told to, for `triptych replay`; it holds prompts and answers"
     )
     kv_event_log: int = Field(
         10_000,
@@ -58,3 +58,10 @@ class SchedulerConfig(ServiceConfig):
     self_test_interval_s: float = Field(
         30.0, ge=0.1, le=86400, description="seconds without a token or a request after which a token is made as a test"
     )
+
+    @model_validator(mode="after")
+    def _reserve_within_half_a_step(self) -> Self:
+        reserve, step = self.prefill_reserve_tokens, self.max_num_batched_tokens
+        if reserve is not None and reserve > step // 2:
+            raise ValueError(f"prefill_reserve_tokens is {reserve}, more than half of max_num_batched_tokens, {step}")
+        return self

@@ -78,7 +78,9 @@ class Engine:
         self._empty = asyncio.Event()
         self._deadline: asyncio.TimerHandle | None = None
         self._armed_ns: int | None = None
-        self.kv_events = KvEventLog(model.config.kv_event_log, model.config.block_size)
+        self.kv_events = KvEventLog(
+            model.config.kv_event_log, model.config.block_size, before=now_ns() // door.NS_PER_MS
+        )
         """What happens to the prefix cache."""
         self._throughput = Throughput()
         self._drain_rate = DrainRate()

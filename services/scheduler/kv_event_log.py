@@ -14,6 +14,7 @@ from triptych.engine.v1 import admin_pb2
 from services.common.errors import RequestError
 from services.scheduler.core.kv_events import KvEvent, Removed, Stored
 
+_ANEW = "leave from_sequence unset to begin with all that is cached now"
 EVENTS_A_MESSAGE = 512
 """Blocks a message tells of: at 16 tokens a block about 50 KB."""
 
@@ -31,24 +32,24 @@ class Entry:
 
 
 class KvEventLog:
-    """The last `capacity` entries, fewer where they tell of more than MAX_KEPT_EVENTS blocks. Sequence numbers start at
-    1 with the process and have no gaps.
+    """The last `capacity` entries, fewer where they tell of more than MAX_KEPT_EVENTS blocks. Sequence numbers go on
+    from `before` without gaps; where that is a clock's milliseconds, no number of an earlier process is one of this.
 
     A subscriber reads at its own pace out of what is kept, so a slow one costs nothing; it is told when it has fallen
     out.
     """
 
-    def __init__(self, capacity: int, block_tokens: int) -> None:
+    def __init__(self, capacity: int, block_tokens: int, before: int = 0) -> None:
         self._entries: deque[Entry] = deque()
         self._capacity = capacity
         self._num_events = 0  # of all entries
         self._block_tokens = block_tokens
-        self._sequence = 0
+        self._sequence = before
         self._more = asyncio.Event()
 
     @property
     def sequence(self) -> int:
-        """Of the last entry; 0 before the first."""
+        """Of the last entry; `before` before the first."""
         return self._sequence
 
     def append(self, events: Sequence[KvEvent], unix_ns: int) -> None:
@@ -80,7 +81,7 @@ class KvEventLog:
         """Entries from that number on, without end. Raises RequestError(OUT_OF_RANGE) for one no longer or not yet."""
         next_sequence = from_sequence
         if next_sequence > self._sequence + 1:
-            raise _out_of_range(f"event {next_sequence} has not happened yet, the last is {self._sequence}")
+            raise _out_of_range(f"event {next_sequence} has not happened yet, the last is {self._sequence}; {_ANEW}")
         while True:
             more = self._more
             for entry in self._from(next_sequence):
@@ -94,7 +95,7 @@ class KvEventLog:
     def _from(self, sequence: int) -> list[Entry]:
         if self._is_gone(sequence):
             oldest = self._entries[0].sequence if self._entries else self._sequence + 1
-            raise _out_of_range(f"event {sequence} is no longer kept, the oldest is {oldest}; subscribe anew without")
+            raise _out_of_range(f"event {sequence} is no longer kept, the oldest is {oldest}; {_ANEW}")
         kept = len(self._entries)
         return list(islice(self._entries, kept - (self._sequence + 1 - sequence), None))
 

@@ -100,10 +100,16 @@ class RecordedScheduler(Scheduler):
 
 
 class Journal:
-    """A file that a thread of its own writes, so that no step waits for the disk. Raises StartError without one."""
+    """A file that a thread of its own writes, so that no step waits for the disk. Raises StartError without one.
+
+    A file that is there already becomes `path`.old: whoever starts a scheduler again that has died does not lose what
+    it was told.
+    """
 
     def __init__(self, path: Path) -> None:
         try:
+            if path.is_file() and path.stat().st_size:
+                path.replace(path.with_name(f"{path.name}.old"))
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         except OSError as error:
             raise StartError(f"--record cannot write {path}: {error.strerror}") from error

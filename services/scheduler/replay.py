@@ -7,11 +7,12 @@ import base64
 import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from google.protobuf.message import DecodeError
 from triptych.executor.v1 import executor_pb2
 
 from services.common.digests import chained_digest
@@ -19,7 +20,7 @@ from services.common.errors import StartError
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import FailureKind, RequestKey
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.core.step import ResultError
+from services.scheduler.core.step import ResultError, StepResult
 from services.scheduler.recording import FORMAT, plan_to_json, result_from_json, submission_from_json
 
 
@@ -37,16 +38,17 @@ class Replayed:
 
 
 def replay(path: Path) -> Replayed:
-    """Runs it to its end or the first difference. Raises StartError for a file that is no recording."""
+    """Runs it to its end or the first difference. Raises StartError for a file that is no recording of this version."""
     lines = _lines(path)
-    header = next(lines, None)
-    if header is None or header.get("format") != FORMAT:
-        raise StartError(f"{path} is not a recording of this version: its first line does not say {FORMAT!r}")
-    core = Scheduler(Limits(**header["limits"]), chained_digest if header["prefix_cache"] else None)
+    core = _core(next(lines, None), path)
     done = Replayed()
     for line in lines:
         done.calls += 1
-        _call(core, line, done)
+        try:
+            call = _read(line)
+        except (KeyError, TypeError, ValueError, AttributeError, DecodeError) as error:
+            raise _unreadable(path, done.calls + 1, error) from None
+        call(core, done)
         if done.difference is not None:
             break
     return done
@@ -65,52 +67,85 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _call(core: Scheduler, line: dict[str, Any], done: Replayed) -> None:
+def _core(header: Any, path: Path) -> Scheduler:
+    """The core as it was before the first call."""
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise StartError(f"{path} is not a recording of this version: its first line does not say {FORMAT!r}")
+    try:
+        return Scheduler(Limits(**header["limits"]), chained_digest if header["prefix_cache"] else None)
+    except (KeyError, TypeError, ValueError) as error:
+        raise _unreadable(path, 1, error) from None
+
+
+def _read(line: Any) -> Callable[[Scheduler, Replayed], object]:
+    """One call, ready to be made. What its line cannot be read for is raised here, what the core raises is not."""
     match line["call"]:
         case "submit":
-            core.submit(submission_from_json(line["submission"]), line["now_ns"])
+            submission, now_ns = submission_from_json(line["submission"]), line["now_ns"]
+            return lambda core, done: core.submit(submission, now_ns)
         case "abort":
-            core.abort(RequestKey(*line["key"]))
+            key = RequestKey(*line["key"])
+            return lambda core, done: core.abort(key)
         case "expire":
-            core.expire(line["now_ns"])
+            now_ns = line["now_ns"]
+            return lambda core, done: core.expire(now_ns)
         case "fail_all":
-            core.fail_all(FailureKind(line["kind"]), line["message"])
+            kind, message = FailureKind(line["kind"]), line["message"]
+            return lambda core, done: core.fail_all(kind, message)
         case "new_epoch":
-            core.new_epoch(line["num_blocks"], line["max_in_flight"])
+            num_blocks, max_in_flight = line["num_blocks"], line["max_in_flight"]
+            return lambda core, done: core.new_epoch(num_blocks, max_in_flight)
         case "flush_prefix_cache":
-            core.flush_prefix_cache()
+            return lambda core, done: core.flush_prefix_cache()
         case "plan":
-            _plan(core, line, done)
+            now_ns, recorded = line["now_ns"], line["plan"]
+            _parsed(recorded)
+            return lambda core, done: _plan(core, now_ns, recorded, done)
         case "apply":
-            began_s = time.perf_counter()
-            try:
-                core.apply(result_from_json(line["result"]), line["now_ns"])
-            except ResultError:
-                return  # then it was refused when it was recorded, too; nothing has changed
-            done.apply_s.append(time.perf_counter() - began_s)
+            result, now_ns = result_from_json(line["result"]), line["now_ns"]
+            return lambda core, done: _apply(core, result, now_ns, done)
         case other:
-            raise StartError(f"line {done.calls + 1} of the recording has the unknown call {other!r}")
+            raise ValueError(f"the call {other!r} is unknown")
 
 
-def _plan(core: Scheduler, line: dict[str, Any], done: Replayed) -> None:
+def _apply(core: Scheduler, result: StepResult, now_ns: int, done: Replayed) -> None:
     began_s = time.perf_counter()
-    plan = core.plan(line["now_ns"])
+    try:
+        core.apply(result, now_ns)
+    except ResultError:
+        return  # then it was refused when it was recorded, too; nothing has changed
+    done.apply_s.append(time.perf_counter() - began_s)
+
+
+def _plan(core: Scheduler, now_ns: int, recorded: str | None, done: Replayed) -> None:
+    began_s = time.perf_counter()
+    plan = core.plan(now_ns)
     took_s = time.perf_counter() - began_s
     core.take_kv_events()
     if plan is not None:
         done.plans += 1
         done.plan_s.append(took_s)
-    if (made := plan_to_json(plan)) != line["plan"]:
-        done.difference = f"recorded:\n{_readable(line['plan'])}\nnow:\n{_readable(made)}"
+    if (made := plan_to_json(plan)) != recorded:
+        done.difference = f"recorded:\n{_readable(recorded)}\nnow:\n{_readable(made)}"
 
 
 def _readable(plan: str | None) -> str:
-    if plan is None:
-        return "  no plan"
-    return str(executor_pb2.StepPlan.FromString(base64.b64decode(plan)))
+    return "  no plan" if plan is None else str(_parsed(plan))
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def _parsed(plan: str | None) -> executor_pb2.StepPlan | None:
+    return None if plan is None else executor_pb2.StepPlan.FromString(base64.b64decode(plan, validate=True))
+
+
+def _unreadable(path: Path, line: int, error: Exception) -> StartError:
+    what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
+    return StartError(
+        f"line {line} of {path} cannot be read: {what}; it is damaged, or another version of triptych wrote it: replay "
+        "it with that one"
+    )
+
+
+def _lines(path: Path) -> Iterator[Any]:
     try:
         with path.open(encoding="utf-8") as file:
             for text in file:

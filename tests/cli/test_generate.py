@@ -10,6 +10,7 @@ import pytest
 from triptych.inference.v1 import generation_pb2
 from triptych.inference.v1 import inference_pb2 as pb
 
+from services.common.server import Server
 from tests.client.scripted import scripted_server
 
 LENGTH = generation_pb2.FINISH_REASON_LENGTH
@@ -59,3 +60,30 @@ async def test_a_prompt_is_shown_with_each_ids_logprob_and_its_perplexity(length
         assert options.HasField("prompt_logprobs") and options.prompt_logprobs == 0 and options.echo
         out, _ = await run(address, "--max-tokens", "1")
         assert out == " town\n" and not scripted.requests[1].options.HasField("prompt_logprobs")
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+async def test_the_port_of_another_service_is_told_from_a_frontends(command: str) -> None:
+    server = Server("127.0.0.1", 0)  # as a scheduler's: health and reflection, no InferenceService
+    await server.start([])
+    try:
+        address = f"127.0.0.1:{server.port}"
+        flags = (command, "Hi", "--address", address)
+        process = await asyncio.create_subprocess_exec(sys.executable, "-m", "services.cli.main", *flags, stderr=PIPE)
+        _, err = await asyncio.wait_for(process.communicate(), 30)
+        assert process.returncode == 1
+        assert err.decode().startswith(f"triptych: error: {address} answers, but it is no frontend of Triptych")
+    finally:
+        await server.stop()
+
+
+async def test_choices_stand_below_an_echoed_prompt() -> None:
+    town = [pb.Choice(index=i, text=" town", token_ids=[9], finish=pb.Finish(reason=LENGTH)) for i in (0, 1)]
+    async with scripted_server() as (scripted, address):
+        scripted.messages = [
+            pb.GenerateResponse(prompt=pb.PromptInfo(prompt_tokens=3, text="A small")),
+            pb.GenerateResponse(choices=town),
+            pb.GenerateResponse(usage=pb.Usage(prompt_tokens=3, completion_tokens=2)),
+        ]
+        out, _ = await run(address, "--echo", "-n", "2", "--max-tokens", "1")
+        assert out == "A small\n--- choice 0, length\n town\n--- choice 1, length\n town\n"

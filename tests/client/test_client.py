@@ -393,6 +393,12 @@ async def test_a_tenant_goes_with_every_call_and_none_is_no_key(served: tuple[Sc
     assert "triptych-tenant" not in scripted.metadata
 
 
+@pytest.mark.parametrize("tenant", ["é", "a\nb", "a\0b", "\x7f", "x" * 129])
+def test_a_tenant_that_metadata_cannot_carry_is_refused_when_it_is_named(tenant: str) -> None:
+    with pytest.raises(ValueError, match="128 bytes of printable ASCII"):
+        Client(tenant=tenant)
+
+
 async def test_choices_of_one_message_are_deltas_of_their_own_and_collected_by_index(
     served: tuple[Scripted, Client],
 ) -> None:

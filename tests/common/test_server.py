@@ -58,6 +58,13 @@ async def _health(channel: grpc.aio.Channel, name: str) -> Any:
     return (await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name))).status
 
 
+async def test_of_thousands_of_calls_at_once_each_is_answered(served: tuple[Server, Slow, grpc.aio.Channel]) -> None:
+    """Past 1,000 that wait for the event loop, gRPC left to itself cancels some."""
+    _, _, channel = served
+    answers = await asyncio.gather(*(_health(channel, "liveness") for _ in range(3000)), return_exceptions=True)
+    assert [answer for answer in answers if answer != SERVING] == []
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(90)
 async def test_a_frozen_peer_is_noticed_by_keepalive() -> None:

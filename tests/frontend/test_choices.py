@@ -156,6 +156,8 @@ async def test_priority_and_seed_go_to_the_engine_as_they_are(text_model: Path) 
         assert (submit.priority, submit.seed) == (-1000, 9)
         error = await failure(generate(served.channel, by_ids([10], greedy(priority=1001))))
         assert fields_at_fault(error) == ["options.priority"]
+        error = await failure(generate(served.channel, by_ids([10], greedy(priority=-(2**31)))))
+        assert "is -2147483648; it must be in [-1000, 1000]" in (error.details() or "")
 
 
 @pytest.mark.parametrize("length", [15, 16, 17, 5000])
@@ -202,16 +204,23 @@ async def test_a_tenant_is_a_label_in_the_metadata(text_model: Path, tenant: str
 
 
 @pytest.mark.parametrize(
-    "metadata", [[("triptych-tenant", "x" * 129)], [("triptych-tenant", "a"), ("triptych-tenant", "b")]]
+    "metadata",
+    [
+        [("triptych-tenant", "x" * 129)],
+        [("triptych-tenant", "a"), ("triptych-tenant", "b")],
+        [("triptych-tenant-bin", b"acme")],
+    ],
 )
-async def test_a_tenant_that_cannot_be_is_refused_by_its_key(text_model: Path, metadata: list[tuple[str, str]]) -> None:
+async def test_a_tenant_that_cannot_be_is_refused_by_its_key(
+    text_model: Path, metadata: list[tuple[str, str | bytes]]
+) -> None:
     async with serving(text_model, scripted([50])) as served:
         error = await failure(
             served.stub.GenerateUnary(
                 inference_pb2.GenerateUnaryRequest(request=by_ids([10], greedy())), metadata=metadata
             )
         )
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT and fields_at_fault(error) == ["triptych-tenant"]
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT and fields_at_fault(error) == [metadata[0][0]]
         assert served.engine.submits == []
 
 

@@ -103,9 +103,11 @@ def test_choices_preempted_by_a_small_pool_are_the_same() -> None:
 
 def test_all_choices_find_room_in_the_queue_or_none() -> None:
     driver = roomy(max_slots=1, max_waiting=2)
-    refused = driver.submit(3, choices=4)
-    assert [seen.failure.kind for seen in driver.choices(refused) if seen.failure] == [FailureKind.QUEUE_FULL] * 4
-    assert driver.core.num_requests == 0
+    one = driver.submit(3)
+    refused = driver.submit(3, choices=3)
+    assert [seen.failure.kind for seen in driver.choices(refused) if seen.failure] == [FailureKind.QUEUE_FULL] * 3
+    assert driver.core.num_requests == 1
+    driver.abort(one)
     accepted = driver.submit(3, choices=3)
     assert driver.core.num_waiting == 3
     driver.run()
@@ -130,3 +132,15 @@ def test_a_deadline_ends_every_choice() -> None:
     driver.take(driver.core.expire(5 * MS))
     assert [seen.failure.kind for seen in driver.choices(key) if seen.failure] == [FailureKind.DEADLINE] * 3
     driver.run()
+
+
+@pytest.mark.parametrize(("share", "places"), [(1.0, 6), (0.5, 4)])
+def test_more_choices_than_could_ever_wait_and_run_are_refused_for_good(share: float, places: int) -> None:
+    driver = roomy(max_slots=2, max_waiting=4, tenant_share=share)
+    accepted = driver.submit(3, choices=places)
+    driver.run()
+    refused = driver.submit(3, choices=places + 1)
+    failure = driver.seen[refused].failure
+    assert failure is not None and failure.kind is FailureKind.INVALID
+    assert failure.message.startswith(f"num_choices: is {places + 1}, of one tenant at most {places} can run and wait")
+    assert all(seen.finished for seen in driver.choices(accepted))

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -110,7 +111,9 @@ class CoreMachine(RuleBasedStateMachine):
             prompt_logprobs=scored,
         )
         failure = driver.seen[key].failure
-        if prompt + max_tokens > driver.limits.context_tokens:
+        if choices > driver.limits.max_slots + math.ceil(driver.limits.tenant_share * driver.limits.max_waiting):
+            assert failure is not None and failure.kind is FailureKind.INVALID
+        elif prompt + max_tokens > driver.limits.context_tokens:
             assert failure is not None and failure.kind is FailureKind.TOO_LONG
         elif failure is not None:
             assert failure.kind in (FailureKind.QUEUE_FULL, FailureKind.TENANT_OVER_SHARE)

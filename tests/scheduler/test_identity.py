@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from loadtest.stub_executor import StubExecutor
+from services.common.config import load
 from services.common.errors import StartError
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.identity import Model
@@ -53,3 +54,11 @@ def test_the_commit_of_a_hubs_model_goes_to_the_executor_and_its_name_to_fronten
     model = Model.read(SchedulerConfig(model=str(path)))
     assert (model.name, model.engine_config().model, model.engine_config().revision) == ("org/tiny", "org/tiny", commit)
     assert Model.read(SchedulerConfig(model=str(write_model(tmp_path / "plain")))).engine_config().revision == ""
+
+
+@pytest.mark.parametrize("reserve", [129, 9999])
+def test_a_reserve_that_would_be_cut_is_refused_at_the_start(reserve: int) -> None:
+    with pytest.raises(StartError) as caught:
+        load(SchedulerConfig, ["--prefill-reserve-tokens", str(reserve)], {})
+    assert f"prefill_reserve_tokens is {reserve}, more than half of max_num_batched_tokens, 256" in str(caught.value)
+    assert load(SchedulerConfig, ["--prefill-reserve-tokens", "128"], {}).prefill_reserve_tokens == 128

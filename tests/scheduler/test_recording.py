@@ -106,6 +106,53 @@ def test_another_file_is_refused(tmp_path: Path, content: str, words: str) -> No
         replay(tmp_path / "f")
 
 
+SUBMIT = {"call": "submit", "now_ns": 1, "submission": {"key": [1, 1], "from_a_later_version": 1}}
+
+
+@pytest.mark.parametrize(
+    ("line", "at", "words"),
+    [
+        (1, {"format": recording.FORMAT, "prefix_cache": True}, "'limits' is missing"),
+        (1, {"format": recording.FORMAT, "limits": {"from_a_later_version": 1}, "prefix_cache": True}, "from_a_later"),
+        (2, {}, "'call' is missing"),
+        (2, [1], "list"),
+        (2, {"call": "dance"}, "the call 'dance' is unknown"),
+        (2, {"call": "plan", "now_ns": 1, "plan": "!"}, "base64"),
+        (2, SUBMIT, "is missing"),
+        (2, {"call": "apply", "now_ns": 1, "result": {"failed": [], "scores": [], "from_a_later_version": 1}}, "later"),
+    ],
+)
+def test_a_line_of_another_version_is_named_and_no_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: int, at: Any, words: str
+) -> None:
+    path = tmp_path / "core.jsonl"
+    recorded_run(path, steps=3)
+    lines = path.read_text().splitlines()
+    lines[line - 1] = json.dumps(at)
+    path.write_text("\n".join(lines) + "\n")
+    assert main(["replay", str(path)]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"triptych: error: line {line} of {path} cannot be read: ") and words in err
+    assert err.count("\n") == 1 and "another version" in err
+
+
+def test_a_file_whose_first_line_is_a_list_is_no_recording(tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("[]\n")
+    with pytest.raises(StartError, match="is not a recording of this version"):
+        replay(tmp_path / "f")
+
+
+def test_a_fault_of_the_core_itself_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded_run(tmp_path / "core.jsonl", steps=3)
+
+    def broken(core: object, now_ns: int) -> None:
+        raise KeyError("a fault of the core")
+
+    monkeypatch.setattr("services.scheduler.core.scheduler.Scheduler.plan", broken)
+    with pytest.raises(KeyError, match="a fault of the core"):
+        replay(tmp_path / "core.jsonl")
+
+
 def test_a_file_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(tmp_path / "none")]) == 1
     assert capsys.readouterr().err.startswith("triptych: error: cannot read")
@@ -128,6 +175,16 @@ def test_a_submission_survives_the_file() -> None:
     read = submission_from_json(json.loads(json.dumps(submission_to_json(submission))))
     for name, value in vars(submission).items():
         assert np.array_equal(getattr(read, name), value) if name == "prompt_ids" else getattr(read, name) == value
+
+
+def test_the_recording_of_a_scheduler_that_died_survives_the_next_start(tmp_path: Path) -> None:
+    path = tmp_path / "core.jsonl"
+    recorded_run(path, steps=20)
+    before = path.read_text()
+    Journal(path).close()
+    assert path.read_text() == "" and (tmp_path / "core.jsonl.old").read_text() == before
+    Journal(path).close()  # nothing was recorded between: what is worth keeping stays
+    assert (tmp_path / "core.jsonl.old").read_text() == before
 
 
 def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:

@@ -13,10 +13,13 @@ from triptych_client.messages import MessageLike
 from triptych_client.options import OptionArgs
 
 TENANT_KEY = "triptych-tenant"
+TENANT_BYTES = 128
 
 
 def metadata(tenant: str) -> tuple[tuple[str, str], ...]:
-    """What names a tenant in a call; nothing for none."""
+    """What names a tenant in a call; nothing for none. Raises ValueError for one that gRPC could not carry."""
+    if not all(" " <= character <= "~" for character in tenant) or len(tenant) > TENANT_BYTES:
+        raise ValueError(f"tenant {tenant[:TENANT_BYTES]!r} is not {TENANT_BYTES} bytes of printable ASCII at most")
     return ((TENANT_KEY, tenant),) if tenant else ()
 
 

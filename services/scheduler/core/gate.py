@@ -11,6 +11,15 @@ from services.scheduler.core.request import Failure, FailureKind, Submission
 def length_failure(submission: Submission, limits: Limits) -> Failure | None:
     """Of a request that could never run to its end."""
     key, prompt_tokens = submission.key, len(submission.prompt_ids)
+    choices = submission.num_choices
+    places = limits.max_slots + math.ceil(limits.tenant_share * limits.max_waiting)
+    if choices > places and submission.is_counted:
+        message = (
+            f"num_choices: is {choices}, of one tenant at most {places} can run and wait (--max-num-seqs "
+            f"{limits.max_slots}, --tenant-queue-share {limits.tenant_share:g} of --max-waiting-requests "
+            f"{limits.max_waiting}); ask for fewer"
+        )
+        return Failure(key, FailureKind.INVALID, message)
     only_scored = submission.has_scores and submission.num_choices == 1
     if prompt_tokens < 1 or (submission.max_tokens < 1 and not only_scored):
         return Failure(key, FailureKind.INVALID, "prompt_ids and max_tokens: a request needs at least 1 of each")
