@@ -17,8 +17,8 @@ LENGTHS = (1, 2, 15, 16, 17, 33, 64, 200)
 NEW_TOKENS = 32
 
 # The 8 continued streams come to 348 prompt tokens and 248 computed output tokens; the longest alone to 231. A pool of
-# 320 tokens preempts, and a budget of 32 cuts prompts where blocks end and where they do not.
-FLAGS = ["--num-kv-blocks", "21", "--max-num-batched-tokens", "32", "--log-level", "debug"]
+# 256 tokens preempts, and a budget of 32 cuts prompts where blocks end and where they do not.
+FLAGS = ["--num-kv-blocks", "17", "--max-num-batched-tokens", "32", "--log-level", "debug"]
 
 
 def scores(answer: Answer) -> list[tuple[float, int]]:

@@ -22,8 +22,8 @@ async def streams(
 ) -> tuple[list[Told], int]:
     """What each request was told, and how many were preempted; two are aborted in the middle."""
     async with serve(path) as rig:
-        # A pool of 12 blocks for requests that need 3 to 8 each.
-        config = {"num_kv_blocks": 13, "max_num_seqs": 5, "max_num_batched_tokens": 48, "max_in_flight": depth}
+        # A pool of 9 blocks for requests that need 3 to 8 each.
+        config = {"num_kv_blocks": 10, "max_num_seqs": 6, "max_num_batched_tokens": 48, "max_in_flight": depth}
         async with (
             scheduler_for(Port(rig.port), path, max_model_len=160, **config) as server,
             Frontend(server) as frontend,
