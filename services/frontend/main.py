@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from services.common import config, logs
+from services.common import collector, config, logs
 from services.frontend.config import FrontendConfig
 from services.frontend.server import Frontend
 
@@ -21,4 +21,5 @@ def main(argv: Sequence[str]) -> int:
 async def _serve(settings: FrontendConfig) -> None:
     frontend = Frontend(settings)
     await frontend.start()
+    collector.settle()
     await frontend.run()

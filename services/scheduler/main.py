@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from services.common import logs
+from services.common import collector, logs
 from services.common.config import load
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.server import SchedulerServer
@@ -22,4 +22,5 @@ def main(argv: Sequence[str]) -> int:
 async def _serve(config: SchedulerConfig) -> None:
     server = SchedulerServer(config)
     await server.start()
+    collector.settle()
     await server.run()
