@@ -20,6 +20,7 @@ from triptych.executor.v1 import executor_pb2
 
 from loadtest import peer_vllm_scheduler, peers, plot, report
 from loadtest.core_load import CoreLoad, spread_phases
+from services.common import collector
 from services.common.errors import StartError
 from services.scheduler import outputs
 from services.scheduler.core.step import StepResult
@@ -131,6 +132,7 @@ def _as_sent(result: StepResult) -> bytes:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints; exit code 1 where a peer cannot be measured."""
     options = _parser().parse_args(argv)
+    collector.settle()  # as the scheduler's process does once it has started
     try:
         asyncio.run(_run(options))
     except StartError as error:
