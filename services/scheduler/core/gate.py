@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import Failure, FailureKind, Submission
 
@@ -12,7 +10,7 @@ def length_failure(submission: Submission, limits: Limits) -> Failure | None:
     """Of a request that could never run to its end."""
     key, prompt_tokens = submission.key, len(submission.prompt_ids)
     choices = submission.num_choices
-    places = limits.max_slots + math.ceil(limits.tenant_share * limits.max_waiting)
+    places = limits.max_slots + limits.tenant_waiting
     if choices > places and submission.is_counted:
         message = (
             f"num_choices: is {choices}, of one tenant at most {places} can run and wait (--max-num-seqs "
@@ -59,11 +57,11 @@ def queue_failure(
             f"{limits.max_waiting_tokens}; try again later"
         )
         return Failure(key, FailureKind.QUEUE_FULL, message)
-    share = math.ceil(limits.tenant_share * limits.max_waiting)
-    if tenant_waiting + choices > share + startable:
+    if tenant_waiting + choices > limits.tenant_waiting + startable:
         message = (
-            f"tenant {submission.tenant!r} has {tenant_waiting} requests waiting, its share of the queue is {share} of "
-            f"{limits.max_waiting} (--tenant-queue-share {limits.tenant_share:g}); try again later"
+            f"tenant {submission.tenant!r} has {tenant_waiting} requests waiting, its share of the queue is "
+            f"{limits.tenant_waiting} of {limits.max_waiting} (--tenant-queue-share {limits.tenant_share:g}); "
+            "try again later"
         )
         return Failure(key, FailureKind.TENANT_OVER_SHARE, message)
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -33,6 +34,11 @@ class Limits:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
         if self.context_tokens > self.pool_tokens:
             raise ValueError(f"a context of {self.context_tokens} tokens exceeds the pool's {self.pool_tokens}")
+
+    @property
+    def tenant_waiting(self) -> int:
+        """Requests of one tenant that may wait."""
+        return math.ceil(self.tenant_share * self.max_waiting)
 
     @property
     def pool_tokens(self) -> int:

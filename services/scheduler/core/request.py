@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -226,3 +227,7 @@ class Request:
     def stops_at(self, token_id: int) -> bool:
         """Whether `token_id`, the last of the output, is a stop id where one counts."""
         return token_id in self.stop_ids and len(self.output) > self.min_tokens
+
+
+by_rank = attrgetter("rank")
+"""What sorted lists of requests are sorted by."""

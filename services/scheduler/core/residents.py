@@ -9,7 +9,7 @@ from services.scheduler.core.blocks import BlockPool
 from services.scheduler.core.kv_events import KvEvent, Stored
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.placement import Placement
-from services.scheduler.core.request import NO_SLOT, Request
+from services.scheduler.core.request import NO_SLOT, Request, by_rank
 from services.scheduler.core.slots import SlotPool
 
 ChainedDigest = Callable[[bytes, bytes], bytes]
@@ -40,7 +40,7 @@ class Residents:
 
     def admit(self, request: Request, placement: Placement) -> tuple[int, int] | None:
         """Gives it a slot and blocks for all its tokens; the (source, destination) block to copy, if any."""
-        insort(self.running, request, key=_rank)
+        insort(self.running, request, key=by_rank)
         for block in placement.shared:
             self.pool.hold(block)
         new_blocks = self.pool.take(placement.num_new)
@@ -119,13 +119,9 @@ class Residents:
         return [what for what, count in counts if count]
 
     def _remove(self, request: Request) -> None:
-        del self.running[bisect_left(self.running, request.rank, key=_rank)]
+        del self.running[bisect_left(self.running, request.rank, key=by_rank)]
 
     def _release(self, request: Request) -> None:
         self.pool.release(reversed(request.blocks))  # so that its prefix outlives its tail in the cache
         self.slots.release(request.slot)
         request.blocks, request.slot, request.room_tokens, request.num_computed = [], NO_SLOT, 0, 0
-
-
-def _rank(request: Request) -> tuple[int, int]:
-    return request.rank

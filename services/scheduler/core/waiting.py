@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import chain, islice
 
-from services.scheduler.core.request import Request, RequestKey
+from services.scheduler.core.request import Request, RequestKey, by_rank
 from services.scheduler.core.tenants import Tenants
 
 
@@ -57,7 +57,7 @@ class WaitingQueue:
 
     def put_back(self, request: Request) -> None:
         """What was preempted joins before all of its priority that never ran."""
-        insort(self._level(request).preempted, request, key=_rank)
+        insort(self._level(request).preempted, request, key=by_rank)
         self._count(request, request.num_tokens)
 
     def discard(self, request: Request) -> None:
@@ -98,7 +98,3 @@ class WaitingQueue:
         self._size += 1
         self.num_tokens += num_tokens
         self._tenants.joined_queue(request.account)
-
-
-def _rank(request: Request) -> tuple[int, int]:
-    return request.rank
