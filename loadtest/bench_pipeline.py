@@ -7,16 +7,14 @@ same run; and tokens a second where the client asks for coalesced deltas.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import pstats
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from loadtest import pipeline, report
+from loadtest import command, pipeline, report
 from loadtest.pipeline import Rate
 from services.common.checkpoint import EMBEDDED_MODEL
 from services.common.errors import StartError
@@ -48,23 +46,10 @@ class Found:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints; exit code 1 where a process does not start or a stream fails."""
     options = _parser().parse_args(argv)
-    try:
-        asyncio.run(_run(options))
-    except (StartError, pipeline.StreamError) as error:
-        print(f"loadtest.bench_pipeline: error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    except asyncio.CancelledError:
-        return 143
-    return 0
+    return command.run("bench_pipeline", _run(options), (StartError, pipeline.StreamError))
 
 
 async def _run(options: argparse.Namespace) -> None:
-    # Ended from outside, it must still end the processes it has started.
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     if options.profile is not None:
         options.profile.mkdir(parents=True, exist_ok=True)
     facts = report.head("bench_pipeline")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from loadtest import open_loop, peer_transformers, peer_vllm, peers, plot, report, serve_load, stack
+from loadtest import command, open_loop, peer_transformers, peer_vllm, peers, plot, report, serve_load, stack
 from loadtest.serve_load import Measured, Repetition
 from services.common.checkpoint import EMBEDDED_MODEL, find, read_config, tokenizer_size
 from services.common.errors import StartError
@@ -39,23 +37,10 @@ METRICS: dict[str, Metric] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints; exit code 1 where an engine does not start or a request fails."""
     options = _parser().parse_args(argv)
-    try:
-        asyncio.run(_run(options))
-    except (StartError, serve_load.LoadError, open_loop.CallError) as error:
-        print(f"loadtest.bench_serve: error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    except asyncio.CancelledError:
-        return 143
-    return 0
+    return command.run("bench_serve", _run(options), (StartError, serve_load.LoadError, open_loop.CallError))
 
 
 async def _run(options: argparse.Namespace) -> None:
-    # Ended from outside, it must still end the processes it has started.
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     if options.plot is not None:
         plot.require()
     chosen = {name: python for name in SERVING if (python := peers.python_of(name)) is not None}
