@@ -66,11 +66,13 @@ class Processes:
         """No more patience: `stop` kills what still runs."""
         self._hurry.set()
 
-    async def stop(self, order: Sequence[str]) -> None:
-        """Ends all, one after the other in this order, and shows the last they wrote."""
+    async def stop(self, order: Sequence[str], at_most_s: float | None = None) -> None:
+        """Ends all, one after the other in this order, and shows the last they wrote; each gets its own time, or less
+        where that is over `at_most_s`."""
         for name in order:
             if (child := self._children.get(name)) is not None:
-                await self._end(child, self._commands[name].stop_s)
+                stop_s = self._commands[name].stop_s
+                await self._end(child, stop_s if at_most_s is None else min(stop_s, at_most_s))
         _, late = await asyncio.wait(self._pumps, timeout=AFTER_KILL_S) if self._pumps else (None, set())
         for pump in late:
             pump.cancel()

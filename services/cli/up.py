@@ -28,6 +28,9 @@ ANSWER_TOKENS = 256
 
 PARENT_POLL_S = 0.25
 
+BROKEN_STOP_S = 5.0
+"""What each of the others is given to end once one has: no token can be made, so there is nothing to drain."""
+
 _COLOURS = {"frontend": 36, "scheduler": 33, "executor": 35, "triptych": 32}
 
 
@@ -47,13 +50,20 @@ async def _supervise(plan: Plan) -> int:
     processes = Processes(_show)
     stop = _on_signals(processes)
     watch = asyncio.create_task(_watch_parent(plan.parent_pid, processes, stop))
+    at_most_s = None
     try:
         for name in START_ORDER:
             await processes.start(plan.commands[name])
-        return await _serve(plan, processes, stop)
+        died = await _serve(plan, processes, stop)
+        if died is None:
+            return 0
+        at_most_s = BROKEN_STOP_S
+        if plan.ready_json:
+            _print_line({"ended": died})
+        raise StartError(f"{died}; its last lines are above")
     finally:
         _say("stopping")
-        await processes.stop(STOP_ORDER)
+        await processes.stop(STOP_ORDER, at_most_s)
         watch.cancel()
 
 
@@ -69,7 +79,8 @@ async def _watch_parent(pid: int | None, processes: Processes, stop: asyncio.Eve
         stop.set()
 
 
-async def _serve(plan: Plan, processes: Processes, stop: asyncio.Event) -> int:
+async def _serve(plan: Plan, processes: Processes, stop: asyncio.Event) -> str | None:
+    """Returns when told to stop, or, with the reason, when one of the three has ended by itself."""
     stopped = asyncio.create_task(stop.wait())
     died = asyncio.create_task(processes.first_exit())
     work = asyncio.create_task(_begin(plan))
@@ -85,9 +96,9 @@ async def _serve(plan: Plan, processes: Processes, stop: asyncio.Event) -> int:
         for task in ends:
             task.cancel()
     if stop.is_set():
-        return 0
+        return None
     name, code = died.result()
-    raise StartError(f"the {name} {ending(code)}; its last lines are above")
+    return f"the {name} {ending(code)}"
 
 
 async def _begin(plan: Plan) -> None:
@@ -95,7 +106,7 @@ async def _begin(plan: Plan) -> None:
     await wait_ready(plan.addresses, _say)
     address = plan.addresses["frontend"]
     if plan.ready_json:
-        print(json.dumps({"address": address, "model": plan.served_name}), flush=True)
+        _print_line({"address": address, "model": plan.served_name})
         return
     if plan.prompt is not None:
         await _answer(address, plan.prompt)
@@ -150,6 +161,12 @@ def _on_signals(processes: Processes) -> asyncio.Event:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, on_signal)
     return stop
+
+
+def _print_line(told: dict[str, str]) -> None:
+    """One line of JSON on standard output, whole and at once."""
+    with contextlib.suppress(BrokenPipeError):  # the program that asked for it has left
+        os.write(sys.stdout.fileno(), json.dumps(told).encode() + b"\n")
 
 
 def _say(line: str) -> None:

@@ -34,7 +34,7 @@ class Plan:
     """By service, as reached from this machine."""
     prompt: str | None
     ready_json: bool
-    """Whether a program reads standard output: one JSON line there, once a token can be made."""
+    """Whether a program reads standard output: one JSON line once a token can be made, one when a service has ended."""
     parent_pid: int | None
     """The process that this one must not outlive; None: none."""
     served_name: str = ""
@@ -103,7 +103,10 @@ def _parser() -> argparse.ArgumentParser:
     add_options(parser)
     parser.add_argument("--prompt", metavar="TEXT", help="answer this (greedily) once ready, and serve on")
     parser.add_argument(
-        "--ready-json", action="store_true", help='for programs: once ready, print {"address": ..., "model": ...} alone'
+        "--ready-json",
+        action="store_true",
+        help='for programs: print {"address": ..., "model": ...} alone once ready, and {"ended": REASON} when one of '
+        "the three has ended by itself",
     )
     parser.add_argument(
         "--parent", type=int, metavar="PID", help="for programs: end at once when this process, the parent, is gone"

@@ -80,8 +80,7 @@ class Frontend:
     async def _stop_watching(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._watch
+            await asyncio.wait({self._watch})  # a cancellation of who waits here stays that
             self._watch = None
 
     async def _watch_engine(self) -> None:
@@ -92,4 +91,5 @@ class Frontend:
             await self.server.health.set_generate(can)
             left_s = max(HEARTBEAT_LIMIT_S - self.engine.silent_s(), 0.01) if can else None
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.engine.changed.wait(), left_s)
+                async with asyncio.timeout(left_s):  # wait_for of Python 3.11 may swallow a cancellation
+                    await self.engine.changed.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import os
 import re
 import signal
@@ -189,6 +190,23 @@ async def test_what_a_child_writes_is_shown_line_by_line_to_the_last() -> None:
     assert "unknown command 'nonsense'" in shown[0][1]
 
 
+async def test_a_child_that_does_not_end_is_killed_after_the_time_that_it_is_given() -> None:
+    processes = Processes(lambda name, line: None)
+    await processes.start(Command("nonsense", (), 1000))
+    await processes.first_exit()
+    stuck = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('x', flush=True); time.sleep(100)",
+        stdout=PIPE,
+    )
+    assert stuck.stdout is not None
+    await stuck.stdout.readline()
+    processes._children["nonsense"] = stuck
+    await asyncio.wait_for(processes.stop(["nonsense"], at_most_s=0.1), 30)
+    assert stuck.returncode == -signal.SIGKILL
+
+
 def test_a_process_dies_with_its_parent_however_that_ends() -> None:
     child = (
         "import time; from services.cli.child import die_with; die_with({}); print('tied', flush=True); time.sleep(60)"
@@ -245,6 +263,22 @@ async def test_a_child_that_dies_takes_all_down(tiny: Path) -> None:
         assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 1
         shown = await _until(lines, "triptych: error")
         assert shown[-1] == "triptych: error: the scheduler was ended by SIGKILL; its last lines are above"
+        _wait_gone(pids)
+
+
+async def test_a_dead_executor_is_told_to_a_program_at_once_and_is_not_waited_for(tiny: Path) -> None:
+    async with _up(tiny, "--ready-json") as (process, lines):
+        await _until(lines, "frontend  | ")
+        pids = _children(process.pid)
+        (executor,) = [pid for pid in pids if "executor" in _command_line(pid).split()]
+        (frontend,) = [pid for pid in pids if "frontend" in _command_line(pid)]
+        os.kill(frontend, signal.SIGSTOP)  # as one whose drain would last
+        os.kill(executor, signal.SIGKILL)
+        shown = await _until(lines, '{"ended"')
+        assert json.loads(shown[-1]) == {"ended": "the executor was ended by SIGKILL"}
+        assert _alive(frontend)
+        async with asyncio.timeout(2 * up.BROKEN_STOP_S + 10):  # its drain alone would be given 35 s
+            assert await process.wait() == 1
         _wait_gone(pids)
 
 

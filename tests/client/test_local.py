@@ -260,6 +260,39 @@ def test_an_engine_that_is_late_leaves_nothing(tiny: Path, tmp_path: Path) -> No
     _wait_none(model)
 
 
+_ENDING = """
+import json, signal, sys, time
+
+print(json.dumps({"address": "127.0.0.1:1", "model": "m"}), flush=True)
+sys.stdin.readline()
+print(json.dumps({"ended": "the executor was ended by SIGKILL"}), flush=True)
+print("its log", file=sys.stderr, flush=True)
+sys.stdin.readline()
+sys.exit(1)
+"""
+
+
+def test_a_service_that_has_ended_is_told_before_the_others_have_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisor = subprocess.Popen(
+        [sys.executable, "-c", _ENDING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    monkeypatch.setattr(process, "_start", lambda _: supervisor)
+    monkeypatch.setattr(process, "_ENDING_S", 0.1)
+    with supervisor, contextlib.closing(process.Process([])) as child:
+        assert supervisor.stdin is not None
+        assert child.wait_ready(30) == ("127.0.0.1:1", "m")
+        child.check()
+        supervisor.stdin.write(b"\n")
+        supervisor.stdin.flush()
+        with pytest.raises(EngineError, match="the engine is ending because the executor was ended by SIGKILL"):
+            child.check(within_s=30)
+        supervisor.stdin.write(b"\n")
+        supervisor.stdin.flush()
+        assert child.wait(30)
+        with pytest.raises(EngineError, match=r"ended with exit code 1 because the executor .*\n  its log"):
+            child.check()
+
+
 def test_flags_are_words() -> None:
     with pytest.raises(TypeError, match=r"give \['--executor\.threads', '1'\]"):
         Engine(flags="--executor.threads 1")

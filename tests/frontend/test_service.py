@@ -414,6 +414,18 @@ async def test_a_cancel_by_a_client_that_does_not_read_frees_the_engine(text_mod
         await asyncio.wait_for(served.frontend.drain(), 5)
 
 
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_drain_that_begins_as_the_engines_state_changes_ends(text_model: Path, turns: int) -> None:
+    async with serving(text_model) as served:
+        await asyncio.sleep(0.05)  # the watch sleeps
+        served.frontend.engine.changed.set()
+        for _ in range(turns):  # of the event loop: the watch has woken by so much when it is cancelled
+            await asyncio.sleep(0)
+        drain = asyncio.create_task(served.frontend.drain())
+        done, _ = await asyncio.wait({drain}, timeout=5)
+        assert done == {drain}
+
+
 async def test_a_label_is_escaped_where_it_is_logged(text_model: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with serving(text_model, scripted([50], faults=Faults(bad_id_at=0))) as served:
         await failure(generate(served.channel, by_ids([10], greedy(label="a\nFAKE LINE"))))

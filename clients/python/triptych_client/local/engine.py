@@ -23,7 +23,7 @@ from triptych_client.results import Completion
 Errors = Literal["raise", "return"]
 
 _DYING_S = 10.0
-"""When a call ends with UNAVAILABLE, how long the engine may take to follow: it ends its other services first."""
+"""When a call ends with UNAVAILABLE, how long the supervisor may take to see that a service has ended."""
 
 
 class BatchArgs(OptionArgs, total=False):

@@ -28,6 +28,9 @@ TOLD_LINES = 20
 STOP_S = (40.0, 10.0)
 """Patience after the first SIGTERM (the services drain for 30 s at most by default) and after the second."""
 
+_ENDING_S = 30.0
+"""Once a service has ended by itself, the supervisor ends the others within this."""
+
 _LINE_BYTES = 64 * 1024
 
 
@@ -41,11 +44,13 @@ class Process:
     def __init__(self, arguments: Sequence[str]) -> None:
         self._lines: deque[str] = deque(maxlen=LOG_LINES)
         self._output: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._broken = threading.Event()
+        self._reason = ""
         self._owner_pid = os.getpid()
         self._child = _start(arguments)
         assert self._child.stdout is not None and self._child.stderr is not None
         self._pumps = [
-            threading.Thread(target=_pump, args=(self._child.stdout, self._output), daemon=True),
+            threading.Thread(target=self._listen, args=(self._child.stdout,), daemon=True),
             threading.Thread(target=_keep, args=(self._child.stderr, self._lines), daemon=True),
         ]
         for pump in self._pumps:
@@ -67,7 +72,7 @@ class Process:
         except queue.Empty:
             raise self.error(f"the engine was not ready within {timeout_s:g} s; raise ready_timeout_s") from None
         if line is None:
-            self.wait(STOP_S[1])
+            self.wait(_ENDING_S)
             raise self.error(f"the engine did not start: it {self._ending()}")
         try:
             told = json.loads(line)
@@ -76,13 +81,15 @@ class Process:
             raise self.error(f"the engine printed {line[:100]!r} in place of its address") from None
 
     def check(self, within_s: float = 0.0) -> None:
-        """Raises EngineError when the engine has ended, or does so `within_s` seconds, or belongs to a parent."""
+        """Raises EngineError when the engine or one of its services has ended, or does so within `within_s` seconds,
+        or when it belongs to a parent."""
         if os.getpid() != self._owner_pid:
             raise EngineError(
                 f"the engine belongs to process {self._owner_pid}, this is {os.getpid()}; start an Engine in each "
                 "process, or use it in the first alone"
             )
-        if self.wait(within_s):
+        if self._broken.wait(within_s) or self._child.poll() is not None:
+            self.wait(_ENDING_S)
             raise self.error(f"the engine {self._ending()}")
 
     def wait(self, timeout_s: float) -> bool:
@@ -117,14 +124,24 @@ class Process:
         return EngineError(what + told)
 
     def _ending(self) -> str:
-        code = self._child.returncode
-        if code is None:
-            return "closed its output"
-        if code >= 0:
-            return f"ended with exit code {code}"
-        with contextlib.suppress(ValueError):
-            return f"was ended by {signal.Signals(-code).name}"
-        return f"was ended by signal {-code}"
+        how = _in_words(self._child.returncode)
+        return f"{how} because {self._reason}" if self._reason else how
+
+    def _listen(self, stream: IO[bytes]) -> None:
+        """Standard output: lines go to `wait_ready`; one that tells of an end, and the end itself, are told to all."""
+        with stream:
+            while line := stream.readline(_LINE_BYTES):
+                text = line.decode("utf-8", "replace").rstrip("\n")
+                if (reason := _reason_of(text)) is None:
+                    self._output.put(text)
+                else:
+                    self._reason = reason
+                    self._tell_broken()
+        self._tell_broken()
+
+    def _tell_broken(self) -> None:
+        self._broken.set()
+        self._output.put(None)
 
 
 def _start(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
@@ -146,12 +163,24 @@ def _start(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
     )
 
 
-def _pump(stream: IO[bytes], into: queue.SimpleQueue[str | None]) -> None:
-    """Standard output, a line each, and None at its end."""
-    with stream:
-        while line := stream.readline(_LINE_BYTES):
-            into.put(line.decode("utf-8", "replace").rstrip("\n"))
-    into.put(None)
+def _reason_of(line: str) -> str | None:
+    """Of a line that tells why the engine ends; None: it is another one."""
+    try:
+        told = json.loads(line)
+    except ValueError:
+        return None
+    return str(told["ended"]) if isinstance(told, dict) and "ended" in told else None
+
+
+def _in_words(code: int | None) -> str:
+    """A return code; None: the process has not ended."""
+    if code is None:
+        return "is ending"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"was ended by signal {-code}"
 
 
 def _keep(stream: IO[bytes], into: deque[str]) -> None:
