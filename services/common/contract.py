@@ -15,6 +15,8 @@ PROTOCOL_VERSION = 1
 SAMPLING = "triptych.inference.v1.Sampling"
 SERVED_SAMPLING = frozenset(
     {
+        "allowed_token_ids",
+        "banned_token_ids",
         "logit_bias",
         "repetition_penalty",
         "presence_penalty",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -53,4 +53,45 @@ def fault(
             return field, f"ids lie below the vocabulary size, {vocab_size}"
         if bias not in LOGIT_BIAS and bias != -math.inf:
             return field, f"is {bias:g}, not in {LOGIT_BIAS} or -inf"
+    return None
+
+
+def choice_fault(
+    allowed: Sequence[int],
+    banned: Sequence[int],
+    logit_bias: Iterable[tuple[int, float]],
+    vocab_size: int,
+    *,
+    stop_ids: Collection[int] = (),
+) -> tuple[str, str] | None:
+    """(field, what is wrong with it) of allowed_token_ids and banned_token_ids; None where an id can be drawn.
+
+    `stop_ids` are those that min_tokens keeps from being drawn, empty without it.
+    """
+    for name, ids in (("allowed_token_ids", allowed), ("banned_token_ids", banned)):
+        if (fault := _list_fault(name, ids, vocab_size)) is not None:
+            return fault
+    out = {*banned, *(token_id for token_id, bias in logit_bias if bias == -math.inf)}
+    if allowed:
+        left, drawable = len(set(allowed) - out), len(set(allowed) - out - set(stop_ids))
+    else:
+        left, drawable = vocab_size - len(out), vocab_size - len(out.union(stop_ids))
+    if drawable:
+        return None
+    field = "allowed_token_ids" if allowed else "banned_token_ids" if banned else "logit_bias"
+    if left:
+        return field, "leaves stop ids alone, which min_tokens keeps from being drawn; allow another id or lower it"
+    return field, "leaves no id to draw beside banned_token_ids and a logit_bias of -inf; leave one more"
+
+
+def _list_fault(field: str, ids: Sequence[int], vocab_size: int) -> tuple[str, str] | None:
+    if not ids:
+        return None
+    if max(ids) >= vocab_size or min(ids) < 0:
+        place = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
+        return f"{field}[{place}]", f"is {ids[place]}; ids lie below the vocabulary size, {vocab_size}"
+    if len(set(ids)) < len(ids):
+        seen: set[int] = set()
+        place = next(i for i, token_id in enumerate(ids) if token_id in seen or seen.add(token_id))
+        return f"{field}[{place}]", f"is {ids[place]} once more; name each id once"
     return None

@@ -10,7 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from services.executor.plan import MAX_IN_FLIGHT, BadPlanError, Int64s, Plan, Settings, Started
-from services.executor.sampler import SampleRow, SamplingParams
+from services.executor.sampling_columns import SampleRows, SamplingColumns
+
+_NONE = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +26,8 @@ class ScoredSpan:
     """where in the step's flat batch the token before the first stands; the others follow"""
     token_ids: Int64s
     """[n]"""
+    top: int = 0
+    """alternatives wanted of each"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +55,10 @@ class StepInputs:
     """[n] slots of the plan's other rows"""
     scored: tuple[ScoredSpan, ...] = ()
     """prompt ids whose log-probabilities the step's tokens give"""
+    masked_rows: Int64s = field(default_factory=_NONE.copy)
+    """[n] numbers among sampling_rows of those that wait for a mask"""
+    masked_slots: Int64s = field(default_factory=_NONE.copy)
+    """[n] their slots"""
 
 
 @dataclass(eq=False)
@@ -68,7 +76,7 @@ class _Columns:
     reusable_from: Int64s
     """first step that may start a request there"""
     scored: Int64s
-    """1 where the logprobs of prompt ids are wanted, else 0"""
+    """1 + alternatives where the logprobs of prompt ids are wanted, else 0"""
 
     @classmethod
     def empty(cls, slots: int) -> _Columns:
@@ -100,12 +108,12 @@ class PersistentBatch:
         # One more than the context: the id sampled at its end, which is never computed.
         self._ids = np.empty((slots, self.settings.context_tokens + 1), np.uint32)
         self._columns = _Columns.empty(slots)
-        self._sampling: dict[int, SamplingParams] = {}
+        self._sampling = SamplingColumns(slots, self.vocab_size)
 
     def reset(self) -> None:
         """Forgets every request."""
         self._columns = _Columns.empty(self.settings.max_slots)
-        self._sampling.clear()
+        self._sampling.clear_all()
         self.tables.fill(-1)
 
     def in_use(self) -> int:
@@ -121,18 +129,15 @@ class PersistentBatch:
         self._check_new_blocks(columns, plan)
         self._check_copies(plan)
         self._check_rows(columns, plan)
+        self._check_masked(columns, plan)
         self._write(plan)
         self._columns = columns
         return self._gather(plan)
 
-    def sample_rows(self, inputs: StepInputs) -> list[SampleRow]:
+    def sample_rows(self, inputs: StepInputs) -> SampleRows:
         """What the sampler sees of the rows that sample, in order."""
-        rows = []
-        for slot in inputs.slots[inputs.sampling_rows].tolist():
-            prompt, tokens = self._columns.prompt[slot], self._columns.tokens[slot]
-            ids = self._ids[slot]
-            rows.append(SampleRow(self._sampling[slot], ids[:prompt], ids[prompt:tokens]))
-        return rows
+        slots = inputs.slots[inputs.sampling_rows]
+        return self._sampling.rows(slots, self._columns.prompt, self._columns.tokens, self._ids)
 
     def append(self, slots: Int64s, token_ids: Int64s) -> None:
         """Appends one sampled id to each of `slots`."""
@@ -196,14 +201,17 @@ class PersistentBatch:
             )
         columns.tokens[slot], columns.prompt[slot] = tokens, started.prompt_tokens
         columns.computed[slot], columns.blocks[slot] = started.computed_tokens, len(started.block_ids)
-        columns.scored[slot] = started.is_scored
+        columns.scored[slot] = 0 if started.scored is None else 1 + started.scored
 
     def _check_named(self, started: Started) -> None:
         """Ids that a caller chose; an id that was sampled may be any of the vocabulary."""
         limit = self.vocab_size if self.text_vocab_size is None else min(self.vocab_size, self.text_vocab_size)
         prompt = int(started.token_ids[: started.prompt_tokens].max())
-        biased = max((token for token, _ in started.sampling.logit_bias), default=0)
-        for what, top in (("prompt", prompt), ("logit_bias", biased)):
+        sampling = started.sampling
+        biased = max((token for token, _ in sampling.logit_bias), default=0)
+        allowed, banned = max(sampling.allowed_ids, default=0), max(sampling.banned_ids, default=0)
+        named = {"prompt": prompt, "logit_bias": biased, "allowed_token_ids": allowed, "banned_token_ids": banned}
+        for what, top in named.items():
             if top >= limit:
                 raise BadPlanError(
                     f"started: slot {started.slot}: {what} holds id {top}, the tokenizer has {limit}", (started.slot,)
@@ -266,6 +274,17 @@ class PersistentBatch:
             )
         columns.computed[slots] = after
 
+    def _check_masked(self, columns: _Columns, plan: Plan) -> None:
+        masked = self._slots(plan.masked_slots, "masked_slots")
+        if astray := masked[~np.isin(masked, plan.slots)].tolist():
+            raise BadPlanError(f"masked_slots names slot {astray[0]}, which has no row in the step", (astray[0],))
+        if early := masked[columns.computed[masked] < columns.tokens[masked]].tolist():
+            raise BadPlanError(
+                f"masked_slots names slot {early[0]}, which does not sample: it has computed"
+                f" {columns.computed[early[0]]} of {columns.tokens[early[0]]} ids",
+                (early[0],),
+            )
+
     def _slots(self, slots: Int64s, what: str) -> Int64s:
         if slots.size and slots.max() >= self.settings.max_slots:
             raise BadPlanError(f"{what}: slot {slots.max()} is past the {self.settings.max_slots} slots")
@@ -279,15 +298,14 @@ class PersistentBatch:
 
     def _write(self, plan: Plan) -> None:
         """Writes ids, tables and parameters; the columns of before still stand, but for the started."""
-        for slot in plan.freed_slots.tolist():
-            del self._sampling[slot]
-            self.tables[slot].fill(-1)
+        self._sampling.clear(plan.freed_slots)
+        self.tables[plan.freed_slots] = -1
         filled = self._columns.blocks.copy()
         for started in plan.started:
             slot = started.slot
             self._ids[slot, : len(started.token_ids)] = started.token_ids
             self.tables[slot, : len(started.block_ids)] = started.block_ids
-            self._sampling[slot] = started.sampling
+            self._sampling.set(slot, started.sampling)
             filled[slot] = len(started.block_ids)
         for slot, block in plan.new_blocks.tolist():
             self.tables[slot, filled[slot]] = block
@@ -301,16 +319,20 @@ class PersistentBatch:
         np.cumsum(counts, out=starts[1:])
         # Row r's i-th token stands at its computed count before the step plus i.
         positions = np.arange(starts[-1]) + np.repeat(contexts - counts - starts[:-1], counts)
+        sampling_rows = np.flatnonzero(contexts == self._columns.tokens[slots])
+        masked = np.flatnonzero(np.isin(slots[sampling_rows], plan.masked_slots)) if plan.masked_slots.size else _NONE
         return StepInputs(
             slots=slots,
             token_ids=self._ids[np.repeat(slots, counts), positions].astype(np.int64),
             positions=positions,
             query_starts=starts,
             contexts=contexts,
-            sampling_rows=np.flatnonzero(contexts == self._columns.tokens[slots]),
+            sampling_rows=sampling_rows,
             places=places,
             failed_slots=np.delete(plan.slots, places),
             scored=tuple(self._scored(slots, counts, contexts, starts)),
+            masked_rows=masked,
+            masked_slots=slots[sampling_rows[masked]],
         )
 
     def _scored(self, slots: Int64s, counts: Int64s, contexts: Int64s, starts: Int64s) -> Iterator[ScoredSpan]:
@@ -319,4 +341,5 @@ class PersistentBatch:
             slot, first = int(slots[row]), int(contexts[row] - counts[row]) + 1
             stop = min(int(contexts[row]) + 1, int(self._columns.prompt[slot]))
             if first < stop:
-                yield ScoredSpan(slot, first, int(starts[row]), self._ids[slot, first:stop].astype(np.int64))
+                token_ids = self._ids[slot, first:stop].astype(np.int64)
+                yield ScoredSpan(slot, first, int(starts[row]), token_ids, int(self._columns.scored[slot]) - 1)

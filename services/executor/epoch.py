@@ -13,16 +13,13 @@ from triptych.executor.v1 import executor_pb2 as pb
 from services.common.errors import RequestError, invalid
 from services.executor import wire
 from services.executor.executor import Executor, is_out_of_memory
+from services.executor.masks import EpochOverError, MaskBook, StepMasks
 from services.executor.plan import MAX_IN_FLIGHT, BadPlanError, Outcome, Plan
 from services.executor.steps import StepThread
 
 HEARTBEAT_S = 1.0
 
 log = logging.getLogger(__name__)
-
-
-class _EpochOverError(Exception):
-    """A step that waited behind another is not done: the epoch has ended."""
 
 
 class Epoch:
@@ -43,6 +40,8 @@ class Epoch:
         self._last_taken: int | None = None
         self._last_done = 0
         self._in_flight: deque[asyncio.Task[None]] = deque()
+        max_slots, self._vocab_size = executor.mask_shape
+        self._masks = MaskBook(max_slots)
         self._over = False  # read and set on the step thread too: what waits there is not begun any more
         self._tasks: list[asyncio.Task[None]] = []
         self._closing: asyncio.Task[None] | None = None
@@ -67,6 +66,7 @@ class Epoch:
         if self._ended:
             return
         self._ended = self._over = True
+        self._masks.end(epoch_over=True)
         self._error = error
         self._outbox.put_nowait(None)
         for task in self._tasks:
@@ -99,6 +99,8 @@ class Epoch:
                 kind = request.WhichOneof("command")
                 if kind == "plan":
                     self._take(request.plan, received_ns)
+                elif kind == "masks":
+                    self._take_masks(request.masks)
                 elif kind == "ping":
                     wire.DOOR.check(request)
                     self._say_heartbeat(request.ping.sent_unix_ns)
@@ -107,6 +109,7 @@ class Epoch:
                 else:
                     wire.DOOR.check(request)
                     raise invalid("command", "is empty")
+            self._masks.end(epoch_over=False)
             await self._all_done()
             self.end()
         except RequestError as error:
@@ -141,30 +144,40 @@ class Epoch:
             if self._last_taken is not None and message.step != self._last_taken + 1:
                 raise BadPlanError(f"step {message.step} follows step {self._last_taken}")
             plan = wire.plan(message)
+            masks = self._masks.take(plan.step, plan.masked_slots.tolist(), plan.deadline_s)
         except BadPlanError as error:
             self._fault(pb.FAULT_KIND_BAD_PLAN, message.step, error)
             return
         self._last_taken = plan.step
-        step = asyncio.create_task(self._execute(plan, received_ns))
+        step = asyncio.create_task(self._execute(plan, masks, received_ns))
         self._in_flight.append(step)
 
-    async def _execute(self, plan: Plan, received_ns: int) -> None:
+    def _take_masks(self, message: pb.Masks) -> None:
+        """Hands masks to the step that waits for them, or will."""
+        if self._ended:
+            return
+        try:
+            self._masks.put(message.step, wire.masks(message, self._vocab_size), self._last_taken)
+        except BadPlanError as error:
+            self._fault(pb.FAULT_KIND_BAD_PLAN, message.step, error)
+
+    async def _execute(self, plan: Plan, masks: StepMasks | None, received_ns: int) -> None:
         begun_ns = received_ns
 
         def work() -> Outcome:
             nonlocal begun_ns
             begun_ns = time.time_ns()
             if self._over:
-                raise _EpochOverError
+                raise EpochOverError
             try:
-                return self._executor.execute(plan)
+                return self._executor.execute(plan, masks)
             except BaseException:
                 self._over = True  # before the step behind it begins, on this same thread
                 raise
 
         try:
             outcome = await asyncio.wrap_future(self._steps.submit(work, deadline_s=plan.deadline_s))
-        except _EpochOverError:
+        except EpochOverError:
             pass
         except BadPlanError as error:
             self._fault(pb.FAULT_KIND_BAD_PLAN, plan.step, error)
@@ -179,6 +192,7 @@ class Epoch:
             wait_us = max(0, begun_ns - received_ns) // 1000
             self._outbox.put_nowait(pb.RunResponse(result=wire.result(outcome, received_ns, wait_us)))
         finally:
+            self._masks.done(plan.step)
             self._in_flight.popleft()
 
     def _fault(self, kind: pb.FaultKind.ValueType, step: int, error: BaseException) -> None:

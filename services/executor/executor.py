@@ -19,9 +19,11 @@ from services.executor import loader, memory
 from services.executor.attention.contract import Needs
 from services.executor.attention.selection import select
 from services.executor.batch import PersistentBatch, StepInputs
+from services.executor.logprobs import Logprobs
+from services.executor.masks import StepMasks
 from services.executor.plan import Int64s, Outcome, Plan, Settings, Started
 from services.executor.runner import ModelRunner
-from services.executor.sampler import Sampled, Sampler
+from services.executor.sampler import Masks, Sampled, Sampler
 from services.executor.sampling_params import SamplingParams
 from services.executor.scorer import Scored, score
 
@@ -75,6 +77,13 @@ class Executor:
     def revision(self) -> str:
         """The hub's commit that the files are of; empty where that is not known."""
         return revision(self._path)
+
+    @property
+    def mask_shape(self) -> tuple[int, int]:
+        """Slots, and the vocabulary, that masks are for. Raises RuntimeError before a model is loaded."""
+        if self._settings is None or self._facts is None:
+            raise RuntimeError("masks before load")
+        return self._settings.max_slots, self._facts.vocab_size
 
     def load(self, settings: Settings, dtype: torch.dtype, weights_hash: str, report: loader.Report) -> Facts:
         """Loads the checkpoint to serve it by `settings`. Raises StartError, leaving nothing loaded.
@@ -141,8 +150,11 @@ class Executor:
         self._num_blocks = num_blocks
 
     @torch.inference_mode()
-    def execute(self, plan: Plan) -> Outcome:
-        """One step. Raises BadPlanError before anything has changed; after any other error the batch must be reset."""
+    def execute(self, plan: Plan, masks: StepMasks | None = None) -> Outcome:
+        """One step. Raises BadPlanError before anything has changed; after any other error the batch must be reset.
+
+        `masks` are the plan's, which are waited for once the forward pass is done; what that raises is raised here.
+        """
         if self._runner is None or self._batch is None or self._sampler is None or self._facts is None:
             raise RuntimeError("execute before allocate")
         begun = time.perf_counter()
@@ -150,6 +162,7 @@ class Executor:
         self._runner.copy_blocks(plan.copies)
         self._batch.fail(inputs.failed_slots)
         if not inputs.slots.size:
+            _masked(inputs, masks)
             return _outcome(plan.step, inputs, None, begun, begun)
         scored = NOTHING_SCORED
         if inputs.scored:
@@ -161,15 +174,15 @@ class Executor:
             logits = self._runner.forward(inputs, self._batch.tables)
             computed = time.perf_counter()
         if not inputs.sampling_rows.size:
+            _masked(inputs, masks)
             return _outcome(plan.step, inputs, None, begun, computed, scored=scored)
-        rows = self._batch.sample_rows(inputs)
-        sampled = self._sampler.sample(logits, rows)
+        masked = _masked(inputs, masks)
+        sampled = self._sampler.sample(logits, self._batch.sample_rows(inputs), masked)
         slots = inputs.slots[inputs.sampling_rows]
         sampled = replace(sampled, failed=sampled.failed | np.isin(slots, scored.failed_slots))
         self._batch.append(slots[~sampled.failed], sampled.token_ids[~sampled.failed])
         self._batch.fail(slots[sampled.failed])
-        wanted = np.array([row.params.logprobs for row in rows])
-        return _outcome(plan.step, inputs, sampled, begun, computed, wanted, scored)
+        return _outcome(plan.step, inputs, sampled, begun, computed, scored)
 
     def reset(self) -> None:
         """Ends an epoch: every slot is forgotten."""
@@ -212,35 +225,44 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+def _masked(inputs: StepInputs, masks: StepMasks | None) -> Masks | None:
+    """The masks of the rows that sample; all of the step's are waited for, also those of rows that have failed."""
+    if masks is None:
+        return None
+    words = masks.wait()
+    if not inputs.masked_rows.size:
+        return None
+    return Masks(inputs.masked_rows, np.stack([words[slot] for slot in inputs.masked_slots.tolist()]))
+
+
 def _outcome(
     step: int,
     inputs: StepInputs,
     sampled: Sampled | None,
     begun: float,
     computed: float,
-    wanted: np.ndarray[tuple[int], np.dtype[np.bool_]] | None = None,
     scored: Scored = NOTHING_SCORED,
 ) -> Outcome:
-    """`wanted`, [sampling rows] bool: whose log-probability was asked for."""
     counts = np.zeros(len(inputs.places) + len(inputs.failed_slots), np.int64)
     failed = tuple(inputs.failed_slots.tolist())
     none = np.zeros(0, np.int64)
-    if sampled is None or wanted is None:
+    if sampled is None:
         return Outcome(
             step=step,
             token_counts=counts,
             token_ids=none,
             failed_slots=(*failed, *scored.failed_slots),
             logprob_places=none,
-            logprobs=none.astype(np.float32),
-            ranks=none.astype(np.uint32),
+            logprobs=Logprobs.none(),
             prompt_scores=scored.scores,
             execute_us=_microseconds(begun, computed),
             sample_us=_microseconds(computed, time.perf_counter()) if scored.scores else 0,
         )
     good: np.ndarray[tuple[int], np.dtype[np.bool_]] = ~sampled.failed
     counts[inputs.places[inputs.sampling_rows]] = good
-    places: Int64s = np.flatnonzero(wanted[good])
+    told = good[sampled.scored]
+    # An id's place is the number of good rows before its own.
+    places: Int64s = (np.cumsum(good) - 1)[sampled.scored[told]]
     return Outcome(
         step=step,
         token_counts=counts,
@@ -249,8 +271,7 @@ def _outcome(
             dict.fromkeys([*failed, *inputs.slots[inputs.sampling_rows][sampled.failed].tolist(), *scored.failed_slots])
         ),
         logprob_places=places,
-        logprobs=sampled.logprobs[good][places],
-        ranks=sampled.ranks[good][places],
+        logprobs=sampled.logprobs.where(told),
         prompt_scores=scored.scores,
         execute_us=_microseconds(begun, computed),
         sample_us=_microseconds(computed, time.perf_counter()),

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from services.executor.sampler import SamplingParams
+from services.executor.logprobs import Logprobs
+from services.executor.sampling_params import SamplingParams
 
 Ids = npt.NDArray[np.uint32]
 Int64s = npt.NDArray[np.int64]
@@ -46,8 +47,9 @@ class Started:
     computed_tokens: int
     block_ids: Int64s
     sampling: SamplingParams
-    is_scored: bool = False
-    """The logprobs of its prompt ids are wanted, as far as the tokens computed from now on foretell them."""
+    scored: int | None = None
+    """The logprobs of its prompt ids are wanted, as far as the tokens computed from now on foretell them, and of so
+    many alternatives to each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +70,8 @@ class Plan:
     deadline_s: float | None
     copies: Int64s = field(default_factory=lambda: np.zeros((0, 2), np.int64))
     """[n, 2] (source, destination) blocks, copied before the rows compute; every source is read first."""
+    masked_slots: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
+    """[n] slots whose rows wait for their masks before they sample."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,10 +80,7 @@ class PromptScores:
 
     slot: int
     start: int
-    logprobs: npt.NDArray[np.float32]
-    """[n] natural, of the model's own logits"""
-    ranks: Ids
-    """[n] from 1"""
+    logprobs: Logprobs
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,10 +96,8 @@ class Outcome:
     """Slots of this step's rows whose logits are NaN, or were in an earlier step."""
     logprob_places: Int64s
     """[n] indices into token_ids of the ids whose request asked for its log-probability."""
-    logprobs: npt.NDArray[np.float32]
+    logprobs: Logprobs
     """[n]"""
-    ranks: Ids
-    """[n] from 1"""
     prompt_scores: tuple[PromptScores, ...]
     execute_us: int
     sample_us: int

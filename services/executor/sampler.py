@@ -1,62 +1,70 @@
 """Draws the next id of each row from its logits.
 
-In this order: stop ids are banned up to min_tokens; logit bias; repetition, presence and frequency penalty;
-temperature; top-k, top-p, min-p. Each filter works on what those before it left. All three keep a first part of the ids
-in order of falling probability, the lower id first among equals, so a row comes down to how many ids are kept.
+The order of operations, each working on what those before it left:
 
-A row's result is a function of that row alone, to the bit: rows that need the same work share tensors, but only
-operations whose result for a row does not depend on the other rows (or on the number of threads) are used. That rules
-out torch.sum over floats and torch.exp, whose last bits depend on how the work is split; softmax over the last
-dimension, cumsum and sort go row by row.
+ 1. bans: what a mask, allowed_token_ids, banned_token_ids, and up to min_tokens the stop ids rule out has no
+    probability; no later step gives any back
+ 2. logit_bias is added; -inf bans too
+ 3. repetition_penalty, of ids in prompt or output: a positive score is divided by it, another one multiplied (Keskar
+    et al. 2019, CTRL, section 4.1)
+ 4. presence_penalty, of ids in the output, is subtracted once
+ 5. frequency_penalty is subtracted for each time an id stands in the output
+ 6. temperature divides; below GREEDY_BELOW the likeliest id is taken instead, the lower one of equals, and nothing
+    that follows matters
+ 7. top_k keeps the k likeliest
+ 8. top_p keeps the fewest whose probabilities, among those that top_k left, reach it (Holtzman et al. 2020, "The
+    Curious Case of Neural Text Degeneration", section 3.1)
+ 9. min_p drops what is less likely than this share of the likeliest (Nguyen et al. 2024, "Turning Up the Heat")
+10. one id is drawn: the first, by number, whose summed probability passes the noise of (seed, output position)
+
+The filters 7 to 9 keep a first part of the ids in order of falling score, the lower id first among equals, and at least
+one. Scores are float64 from 1 on. A row that no id is left for, or whose logits hold NaN or +inf, fails alone.
+Log-probabilities and ranks are of the model's own logits, before any of this.
+
+A row's result is a function of that row alone, to the bit. Parameters come as columns, and only rows that need a step
+are touched by it: a greedy row without bans, bias and penalties costs one search for its largest logit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from numpy.typing import NDArray
 
+from kernels.cpu import sampling as kernels
 from services.executor import noise
-from services.executor.sampling_params import SamplingParams
+from services.executor.logprobs import LOWEST_LOGPROB, Logprobs
+from services.executor.sampling_columns import Float64s, History, Int64s, SampleRows
+from services.executor.sampling_params import GREEDY_BELOW, SamplingParams
 
-__all__ = ["LOWEST_LOGPROB", "SampleRow", "Sampled", "Sampler", "SamplingParams"]
+__all__ = ["LOWEST_LOGPROB", "Masks", "Sampled", "Sampler", "SamplingParams"]
 
-LOWEST_LOGPROB = -9999.0
-"""Reported where the model itself gives an id no probability: a number that any client can parse."""
-
-_WIDTHS = (256, 4096)
-"""Ids put in order at first, then for the rows that keep more, and at last all of them."""
+Float32s = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True)
-class SampleRow:
-    """What the sampler sees of one row."""
+@dataclass(frozen=True, eq=False)
+class Masks:
+    """Which ids masked rows may draw."""
 
-    params: SamplingParams
-    prompt_ids: NDArray[np.uint32]
-    output_ids: NDArray[np.uint32]
-    """output so far; its length is the output position of the draw"""
-
-    @property
-    def position(self) -> int:
-        """Output position of the draw, from 0."""
-        return len(self.output_ids)
+    rows: Int64s
+    """[n] numbers of sampling rows"""
+    words: npt.NDArray[np.uint32]
+    """[n, ceil(vocab / 32)] bit i of word j allows id 32 j + i"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sampled:
     """One id a row."""
 
-    token_ids: NDArray[np.int64]
-    failed: NDArray[np.bool_]
-    """no id could be drawn (NaN or +inf logits, or every id banned); the row's other values mean nothing"""
-    logprobs: NDArray[np.float32]
-    """natural, of the model's own logits; only where params.logprobs"""
-    ranks: NDArray[np.uint32]
-    """1 + the number of ids that the model finds likelier; only where params.logprobs"""
+    token_ids: Int64s
+    failed: npt.NDArray[np.bool_]
+    """no id could be drawn; the row's id means nothing, and it has no logprobs"""
+    scored: Int64s
+    """[n] rows that logprobs are told of, rising"""
+    logprobs: Logprobs
+    """of `scored`"""
 
 
 class Sampler:
@@ -64,204 +72,105 @@ class Sampler:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
+        self._counts = np.zeros((0, vocab_size), np.int32)  # all 0 between calls
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
+    def sample(self, logits: torch.Tensor, rows: SampleRows, masks: Masks | None = None) -> Sampled:
         """Logits [rows, vocab_size or more], any float dtype, are read, never written."""
         if logits.ndim != 2 or len(logits) != len(rows) or logits.shape[1] < self._vocab_size:
             raise ValueError(f"logits are {tuple(logits.shape)}, wanted ({len(rows)}, {self._vocab_size} or more)")
-        own = logits[:, : self._vocab_size].float()
-        best, token_ids = own.max(dim=-1)  # NaN wins
-        failed = ~best.isfinite()
-        scores = self._adjust(own, rows, token_ids, failed)
-        self._draw(own, scores, rows, token_ids, failed)
-        logprobs, ranks = self._logprobs(own, rows, token_ids)
-        return Sampled(token_ids.cpu().numpy(), failed.cpu().numpy(), logprobs, ranks)
+        own: Float32s = logits[:, : self._vocab_size].float().numpy()
+        token_ids = own.argmax(axis=1)  # NaN wins
+        failed = ~np.isfinite(np.take_along_axis(own, token_ids[:, None], axis=1)[:, 0])
+        places, scores = self._adjust(own, rows, masks)
+        if len(scores):
+            changed = places >= 0
+            token_ids[changed] = scores.argmax(axis=1)
+            failed[changed] |= ~np.isfinite(scores.max(axis=1))
+        self._draw(own, places, scores, rows, token_ids, failed)
+        scored = np.flatnonzero((rows.columns["logprobs"] >= 0) & ~failed)
+        return Sampled(token_ids, failed, scored, _logprobs(own, scored, token_ids, rows.columns["logprobs"]))
 
-    def _adjust(
-        self, own: torch.Tensor, rows: Sequence[SampleRow], token_ids: torch.Tensor, failed: torch.Tensor
-    ) -> dict[int, torch.Tensor]:
-        """Logits after bans, bias and penalties, [vocab] float64, of the rows that have any; takes their likeliest."""
-        which = [i for i, row in enumerate(rows) if row.params.adjusts_at(row.position)]
-        if not which:
-            return {}
-        changed = [rows[i] for i in which]
-        scores = own[which].double()
-        _ban(scores, changed)
-        _bias(scores, changed)
-        _penalize(scores, changed)
-        best, token_ids[which] = scores.max(dim=-1)
-        failed[which] |= ~best.isfinite()
-        return dict(zip(which, scores, strict=True))
+    def _adjust(self, own: Float32s, rows: SampleRows, masks: Masks | None) -> tuple[Int64s, Float64s]:
+        """Where each row's scores are, -1 where they are its logits; and scores after bans, bias and penalties."""
+        parts = (rows.allowed.rows, rows.banned.rows, rows.biased.rows, rows.history.rows)
+        needs = np.zeros(len(rows), np.bool_)
+        for part in parts if masks is None else (*parts, masks.rows):
+            needs[part] = True
+        which = np.flatnonzero(needs)
+        places = np.full(len(rows), -1)
+        places[which] = np.arange(len(which))
+        scores = own[which].astype(np.float64)
+        if len(which):
+            if masks is not None:
+                _mask(scores, places[masks.rows], masks.words)
+            _allow(scores, places[rows.allowed.rows], rows.allowed.ids)
+            scores[places[rows.banned.rows], rows.banned.ids] = -np.inf
+            scores[places[rows.biased.rows], rows.biased.ids] += rows.biased.values
+            self._penalize(scores, places, rows.history, rows.columns)
+        return places, scores
+
+    def _penalize(self, scores: Float64s, places: Int64s, history: History, columns: npt.NDArray[np.void]) -> None:
+        """Touches the ids in history alone. One that is there twice is read twice before it is written twice."""
+        if not len(history.rows):
+            return
+        if history.ids.max() >= self._vocab_size:
+            raise IndexError(f"an id of the history is past the vocabulary, {self._vocab_size}")
+        if len(self._counts) < len(scores):
+            self._counts = np.zeros(scores.shape, np.int32)
+        flat = places[history.rows] * self._vocab_size + history.ids
+        counts = self._counts.reshape(-1)
+        np.add.at(counts, flat[history.in_output], 1)
+        in_output = counts[flat]
+        counts[flat] = 0
+        penalties = columns[history.rows]
+        repetition, before = penalties["repetition_penalty"], scores.reshape(-1)[flat]
+        after = np.where(before > 0, before / repetition, before * repetition)
+        after -= penalties["presence_penalty"] * (in_output > 0)
+        after -= penalties["frequency_penalty"] * in_output
+        scores.reshape(-1)[flat] = after
 
     def _draw(
         self,
-        own: torch.Tensor,
-        adjusted: dict[int, torch.Tensor],
-        rows: Sequence[SampleRow],
-        token_ids: torch.Tensor,
-        failed: torch.Tensor,
+        own: Float32s,
+        places: Int64s,
+        scores: Float64s,
+        rows: SampleRows,
+        token_ids: Int64s,
+        failed: npt.NDArray[np.bool_],
     ) -> None:
         """Draws at random for the rows that are not greedy."""
-        lost = failed.tolist()
-        which = [i for i, row in enumerate(rows) if not row.params.is_greedy and not lost[i]]
-        if not which:
+        which = np.flatnonzero((rows.columns["temperature"] >= GREEDY_BELOW) & ~failed)
+        if not len(which):
             return
-        scores = own[which].double()
-        for at, i in enumerate(which):
-            if i in adjusted:
-                scores[at] = adjusted[i]
-        params = [rows[i].params for i in which]
-        probabilities = _probabilities(scores, params)
-        uniform = noise.uniform(
-            np.array([p.seed for p in params], dtype=np.uint64),
-            np.array([rows[i].position for i in which], dtype=np.uint64),
+        columns = rows.columns[which]
+        draws = kernels.Draws(
+            temperature=columns["temperature"],
+            top_k=columns["top_k"],
+            top_p=columns["top_p"],
+            min_p=columns["min_p"],
+            uniform=noise.uniform(columns["seed"], rows.positions[which].astype(np.uint64)),
         )
-        token_ids[which] = _inverse_cdf(probabilities, torch.from_numpy(uniform).to(own.device))
-
-    def _logprobs(
-        self, own: torch.Tensor, rows: Sequence[SampleRow], token_ids: torch.Tensor
-    ) -> tuple[NDArray[np.float32], NDArray[np.uint32]]:
-        logprobs, ranks = np.zeros(len(rows), np.float32), np.zeros(len(rows), np.uint32)
-        which = [i for i, row in enumerate(rows) if row.params.logprobs]
-        if which:
-            logprobs[which], ranks[which] = own_logprobs(own[which], token_ids[which])
-        return logprobs, ranks
+        token_ids[which] = kernels.draw(own, scores, which, places[which], draws)
 
 
-def own_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[NDArray[np.float32], NDArray[np.uint32]]:
-    """Natural log-probability and rank (from 1) of one id a row, by logits [rows, vocab] as they are.
-
-    The softmax is taken in float64. An id that the logits give no probability has LOWEST_LOGPROB.
-    """
-    which = token_ids.unsqueeze(-1)
-    own = logits.double().log_softmax(dim=-1).gather(-1, which).squeeze(-1)
-    own = own.nan_to_num(nan=LOWEST_LOGPROB).clamp(min=LOWEST_LOGPROB)
-    ranks = (logits > logits.gather(-1, which)).sum(dim=-1).add(1)
-    return own.cpu().numpy().astype(np.float32), ranks.cpu().numpy().astype(np.uint32)
+def _mask(scores: Float64s, places: Int64s, words: npt.NDArray[np.uint32]) -> None:
+    as_bytes = np.ascontiguousarray(words, "<u4").view(np.uint8)
+    masked = scores[places]
+    masked[np.unpackbits(as_bytes, axis=1, count=scores.shape[1], bitorder="little") == 0] = -np.inf
+    scores[places] = masked
 
 
-def _probabilities(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """What temperature and filters make of scores, [rows, vocab] float64; 0 for an id that is cut off."""
-    probabilities = (scores / _column([p.temperature for p in params], scores)).softmax(dim=-1)
-    cut = [at for at, p in enumerate(params) if p.filters(scores.shape[1])]
-    if cut:
-        kept = probabilities[cut]
-        probabilities[cut] = kept.where(_kept(kept, [params[at] for at in cut]), 0.0)
-    return probabilities
-
-
-def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
-    """[rows, 1], float64 on the device of `like`."""
-    return torch.tensor(values, dtype=torch.float64, device=like.device).unsqueeze(-1)
-
-
-def _ban(scores: torch.Tensor, rows: Sequence[SampleRow]) -> None:
-    at = [(i, token) for i, row in enumerate(rows) for token in row.params.bans_at(row.position)]
-    if at:
-        which, ids = torch.tensor(at, device=scores.device).T
-        scores[which, ids] = -torch.inf
-
-
-def _bias(scores: torch.Tensor, rows: Sequence[SampleRow]) -> None:
-    entries = [(i, token, bias) for i, row in enumerate(rows) for token, bias in row.params.logit_bias]
-    if entries:
-        at = torch.tensor([entry[:2] for entry in entries], device=scores.device).T
-        scores[at[0], at[1]] += torch.tensor([bias for *_, bias in entries], dtype=scores.dtype, device=scores.device)
-
-
-def _penalize(scores: torch.Tensor, rows: Sequence[SampleRow]) -> None:
-    """Repetition counts prompt and output (Keskar et al. 2019, CTRL, section 4.1), the other two the output alone."""
-    which = [i for i, row in enumerate(rows) if row.params.penalizes]
-    if not which:
+def _allow(scores: Float64s, places: Int64s, ids: Int64s) -> None:
+    """Of the places named, ids that are not beside them are banned."""
+    if not len(places):
         return
-    penalized = [rows[i] for i in which]
-    params = [row.params for row in penalized]
-    in_output = _counts(scores, [row.output_ids for row in penalized])
-    seen = (in_output + _counts(scores, [row.prompt_ids for row in penalized])) > 0
-    repetition = _column([p.repetition_penalty for p in params], scores)
-    before = scores[which]
-    after = before.where(~seen, torch.where(before > 0, before / repetition, before * repetition))
-    after = after - _column([p.presence_penalty for p in params], scores) * (in_output > 0)
-    scores[which] = after - _column([p.frequency_penalty for p in params], scores) * in_output
+    kept = scores[places, ids]
+    scores[places] = -np.inf
+    scores[places, ids] = kept
 
 
-def _counts(scores: torch.Tensor, ids: Sequence[NDArray[np.uint32]]) -> torch.Tensor:
-    """How often each id occurs in each row's ids, [rows, vocab] int32. An id past the vocabulary raises IndexError."""
-    counts = torch.zeros(len(ids), scores.shape[1], dtype=torch.int32, device=scores.device)
-    which = torch.from_numpy(np.repeat(np.arange(len(ids)), [len(row) for row in ids])).to(scores.device)
-    flat = torch.from_numpy(np.concatenate(ids).astype(np.int64)).to(scores.device)
-    return counts.index_put_((which, flat), torch.ones_like(flat, dtype=torch.int32), accumulate=True)
-
-
-def _kept(probabilities: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Which ids top-k, top-p and min-p leave, [rows, vocab] bool."""
-    vocab_size = probabilities.shape[1]
-    limits = _Limits(
-        torch.tensor([p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]).to(probabilities.device),
-        torch.tensor([p.top_p for p in params], dtype=torch.float64, device=probabilities.device),
-        torch.tensor([p.min_p for p in params], dtype=torch.float64, device=probabilities.device),
-    )
-    count = torch.empty(len(params), dtype=torch.int64, device=probabilities.device)
-    least = torch.empty_like(probabilities[:, 0])
-    pending = torch.arange(len(params), device=probabilities.device)
-    for width in (*(width for width in _WIDTHS if width < vocab_size), vocab_size):
-        falling = _falling(probabilities[pending], width)
-        count[pending], settled = limits.rows(pending).count(falling, vocab_size)
-        least[pending] = falling.gather(-1, count[pending].clamp(max=width).unsqueeze(-1) - 1).squeeze(-1)
-        pending = pending[~settled]
-        if not len(pending):
-            break
-    above = probabilities > least.unsqueeze(-1)
-    equal = probabilities == least.unsqueeze(-1)
-    room = count - above.sum(dim=-1)
-    if (equal.sum(dim=-1) > room).any():
-        equal &= equal.cumsum(dim=-1) <= room.unsqueeze(-1)
-    return above | equal
-
-
-def _falling(probabilities: torch.Tensor, width: int) -> torch.Tensor:
-    """The `width` largest of each row, largest first."""
-    if width == probabilities.shape[1]:
-        return probabilities.sort(dim=-1, descending=True).values
-    return probabilities.topk(width).values
-
-
-@dataclass(frozen=True)
-class _Limits:
-    """Columns, [rows]; a filter that is off has top_k = vocabulary, top_p = 1, min_p = 0."""
-
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-
-    def rows(self, which: torch.Tensor) -> _Limits:
-        return _Limits(self.top_k[which], self.top_p[which], self.min_p[which])
-
-    def count(self, falling: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """How many ids are kept, [rows], from their largest probabilities in falling order, [rows, width].
-
-        Also whether that is settled, [rows] bool: always when width is the vocabulary, else where the answer lies
-        within the width.
-        """
-        width = falling.shape[1]
-        sums = falling.cumsum(dim=-1)
-        left = sums.gather(-1, self.top_k.clamp(max=width).unsqueeze(-1) - 1).squeeze(-1)
-        left = left.where(self.top_k < vocab_size, 1.0)
-        by_top_p = (sums < (self.top_p * left).unsqueeze(-1)).sum(dim=-1) + 1
-        by_min_p = (falling >= (self.min_p * falling[:, 0]).unsqueeze(-1)).sum(dim=-1)
-        by_min_p = by_min_p.where(by_min_p < width, vocab_size)
-        count = self.top_k.minimum(by_min_p).minimum(by_top_p.where(self.top_p < 1.0, vocab_size))
-        if width == vocab_size:
-            return count.clamp(min=1, max=vocab_size), torch.ones_like(count, dtype=torch.bool)
-        known = (self.top_k <= width) | (self.top_k == vocab_size) | (self.top_p >= 1.0)
-        return count.clamp(min=1), known & (count <= width)
-
-
-def _inverse_cdf(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """First id, [rows], whose summed probability passes uniform * sum. Rows need not sum to 1, only to more than 0.
-
-    There always is one: uniform is at most 1 - 2**-53, whose product with a normal float64 is below that float64. An
-    id of probability 0 adds nothing to the sum, so it is never the first.
-    """
-    sums = probabilities.cumsum(dim=-1)
-    return torch.searchsorted(sums, uniform.unsqueeze(-1) * sums[:, -1:], right=True).squeeze(-1)
+def _logprobs(own: Float32s, scored: Int64s, token_ids: Int64s, wanted: Int64s) -> Logprobs:
+    if not len(scored):
+        return Logprobs.none()
+    logits = own if len(scored) == len(own) else own[scored]
+    return Logprobs.of(logits, token_ids[scored], wanted[scored])

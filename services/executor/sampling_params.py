@@ -30,8 +30,11 @@ class SamplingParams:
     min_tokens: int = 0
     stop_ids: tuple[int, ...] = ()
     """not drawn before output position `min_tokens`"""
-    logprobs: bool = False
-    """report the drawn id's own log-probability and rank"""
+    logprobs: int | None = None
+    """report the drawn id's own log-probability and rank, and those of as many alternatives"""
+    allowed_ids: tuple[int, ...] = ()
+    """only these may be drawn; empty: all"""
+    banned_ids: tuple[int, ...] = ()
 
     @classmethod
     def from_proto(cls, request: executor_pb2.NewRequest) -> SamplingParams:
@@ -44,13 +47,18 @@ class SamplingParams:
             seed=request.seed,
             min_tokens=request.min_tokens,
             stop_ids=tuple(np.frombuffer(request.stop_ids, dtype="<u4").tolist()),
-            logprobs=request.HasField("logprobs"),
+            logprobs=request.logprobs if request.HasField("logprobs") else None,
+            allowed_ids=tuple(wanted.allowed_token_ids),
+            banned_ids=tuple(wanted.banned_token_ids),
         )
 
     def check(self, vocab_size: int) -> None:
-        """Raises ValueError naming the first field that is out of its range."""
+        """Raises ValueError naming the first field that is out of its range, or that no id is left by."""
         values = {name: getattr(self, name) for name in sampling.RANGES}
-        if (fault := sampling.fault(values, self.logit_bias, vocab_size)) is not None:
+        fault = sampling.fault(values, self.logit_bias, vocab_size) or sampling.choice_fault(
+            self.allowed_ids, self.banned_ids, self.logit_bias, vocab_size
+        )
+        if fault is not None:
             raise ValueError(" ".join(fault))
         for token in self.stop_ids:
             if not 0 <= token < vocab_size:
@@ -60,20 +68,3 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """The likeliest id is taken, without noise."""
         return self.temperature < GREEDY_BELOW
-
-    @property
-    def penalizes(self) -> bool:
-        """Ids that were there before change their logits."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-
-    def filters(self, vocab_size: int) -> bool:
-        """Some ids are cut off after temperature."""
-        return 0 < self.top_k < vocab_size or self.top_p < 1.0 or self.min_p > 0.0
-
-    def bans_at(self, position: int) -> tuple[int, ...]:
-        """Ids that may not be drawn at an output position."""
-        return self.stop_ids if position < self.min_tokens else ()
-
-    def adjusts_at(self, position: int) -> bool:
-        """Logits are changed at an output position, temperature aside."""
-        return bool(self.logit_bias) or self.penalizes or bool(self.bans_at(position))

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from services.executor.batch import ScoredSpan
-from services.executor.plan import Ids, PromptScores
-from services.executor.sampler import own_logprobs
+from services.executor.logprobs import Logprobs
+from services.executor.plan import PromptScores
 
 PIECE_BYTES = 16 << 20
-"""Of float32 logits; their softmax in float64 takes four times as much beside them."""
+"""Of float32 logits."""
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 """Hidden states [rows, hidden] to logits [rows, vocab or more]."""
@@ -35,19 +35,22 @@ def score(spans: Sequence[ScoredSpan], hidden: torch.Tensor, head: Head, vocab_s
     """`hidden` is [tokens, hidden], of the step's flat batch. Ranks count ids below `vocab_size` alone."""
     tokens = np.concatenate([span.first_token + np.arange(len(span.token_ids)) for span in spans])
     wanted = np.concatenate([span.token_ids for span in spans])
+    tops = np.concatenate([np.full(len(span.token_ids), span.top) for span in spans])
     size = piece_rows(vocab_size)
-    pieces = [
-        _score_piece(head(hidden[torch.from_numpy(tokens[at : at + size])])[:, :vocab_size], wanted[at : at + size])
-        for at in range(0, len(tokens), size)
-    ]
-    logprobs, ranks, bad = (np.concatenate(column) for column in zip(*pieces, strict=True))
+    pieces, bad_pieces = [], []
+    for at in range(0, len(tokens), size):
+        which = slice(at, at + size)
+        logits = head(hidden[torch.from_numpy(tokens[which])])[:, :vocab_size].float().numpy()
+        pieces.append(Logprobs.of(logits, wanted[which], tops[which]))
+        bad_pieces.append(~np.isfinite(logits.max(axis=1)))
+    logprobs, bad = Logprobs.joined(pieces), np.concatenate(bad_pieces)
     scores, failed, at = [], [], 0
     for span in spans:
         stop = at + len(span.token_ids)
         if bad[at:stop].any():
             failed.append(span.slot)
         else:
-            scores.append(PromptScores(span.slot, span.start, logprobs[at:stop], ranks[at:stop]))
+            scores.append(PromptScores(span.slot, span.start, logprobs[at:stop]))
         at = stop
     return Scored(tuple(scores), tuple(failed))
 
@@ -55,11 +58,3 @@ def score(spans: Sequence[ScoredSpan], hidden: torch.Tensor, head: Head, vocab_s
 def piece_rows(vocab_size: int) -> int:
     """Rows whose logits are made at once."""
     return max(1, PIECE_BYTES // (4 * vocab_size))
-
-
-def _score_piece(
-    logits: torch.Tensor, wanted: np.ndarray[tuple[int], np.dtype[np.int64]]
-) -> tuple[np.ndarray[tuple[int], np.dtype[np.float32]], Ids, np.ndarray[tuple[int], np.dtype[np.bool_]]]:
-    own = logits.float()
-    logprobs, ranks = own_logprobs(own, torch.from_numpy(wanted).to(own.device))
-    return logprobs, ranks, (~own.max(dim=-1).values.isfinite()).cpu().numpy()

@@ -13,8 +13,10 @@ from triptych.inference.v1 import generation_pb2
 from services.common.contract import PROTOCOL_VERSION, SAMPLING, SERVED_SAMPLING, Door
 from services.common.errors import RequestError, invalid, unserved
 from services.executor.executor import Facts
+from services.executor.logprobs import Logprobs
+from services.executor.masks import CACHE_SIZE, Mask, Words, allowing
 from services.executor.plan import MAX_IN_FLIGHT, BadPlanError, Int64s, Outcome, Plan, Settings, Started
-from services.executor.sampler import SamplingParams
+from services.executor.sampling_params import SamplingParams
 
 FEATURES: tuple[str, ...] = ()
 """Optional parts of the contract served; none yet."""
@@ -41,11 +43,25 @@ _SERVED = {
         }
     ),
     "triptych.executor.v1.AllocateRequest": frozenset({"num_blocks"}),
-    "triptych.executor.v1.RunRequest": frozenset({"open", "plan", "ping"}),
+    "triptych.executor.v1.RunRequest": frozenset({"open", "plan", "masks", "ping"}),
     "triptych.executor.v1.Open": frozenset({"epoch", "version"}),
     "triptych.executor.v1.Ping": frozenset({"sent_unix_ns"}),
     "triptych.executor.v1.StepPlan": frozenset(
-        {"step", "freed_slots", "started", "groups", "slots", "token_counts", "computed_tokens", "deadline_ms"}
+        {
+            "step",
+            "freed_slots",
+            "started",
+            "groups",
+            "slots",
+            "token_counts",
+            "masked_slots",
+            "computed_tokens",
+            "deadline_ms",
+        }
+    ),
+    "triptych.executor.v1.Masks": frozenset({"step", "masks"}),
+    "triptych.executor.v1.Mask": frozenset(
+        {"slot", "cached_id", "allowed_ids", "banned_ids", "bitmap", "cache_as"}  # draft_position: 0 alone
     ),
     "triptych.executor.v1.NewRequest": frozenset(
         {
@@ -127,6 +143,7 @@ def loaded(facts: Facts, settings: Settings) -> pb.LoadResponse:
             kv_groups=[pb.KvGroup(block_tokens=settings.block_tokens, block_bytes=facts.block_bytes)],
             kv_bytes=facts.kv_bytes,
             max_in_flight=MAX_IN_FLIGHT,
+            mask_cache_size=CACHE_SIZE,
             dtype=pb.D_TYPE_FLOAT32,
             kv_dtype=pb.D_TYPE_FLOAT32,
         )
@@ -161,7 +178,22 @@ def plan(message: pb.StepPlan) -> Plan:
         computed_tokens=message.computed_tokens if message.HasField("computed_tokens") else None,
         deadline_s=message.deadline_ms / 1000 if message.deadline_ms else None,
         copies=_pairs(group.copies, "copies", "(source, destination)"),
+        masked_slots=_column(message.masked_slots, "masked_slots"),
     )
+
+
+def masks(message: pb.Masks, vocab_size: int) -> tuple[Mask, ...]:
+    """Raises BadPlanError, naming the slot, where one is not served or malformed."""
+    for mask in message.masks:
+        try:
+            DOOR.check(mask, f"masks: slot {mask.slot}")
+        except RequestError as error:
+            raise BadPlanError(error.message, (mask.slot,)) from error
+    try:
+        DOOR.check(message, "masks")
+    except RequestError as error:
+        raise BadPlanError(error.message) from error
+    return tuple(_mask(mask, vocab_size) for mask in message.masks)
 
 
 def result(outcome: Outcome, received_unix_ns: int, wait_us: int) -> pb.StepResult:
@@ -177,28 +209,57 @@ def result(outcome: Outcome, received_unix_ns: int, wait_us: int) -> pb.StepResu
         sample_us=outcome.sample_us,
     )
     for scores in outcome.prompt_scores:
-        columns = generation_pb2.LogprobColumns(
-            logprobs=scores.logprobs.astype("<f4").tobytes(), ranks=scores.ranks.astype("<u4").tobytes()
-        )
+        columns = _logprobs(scores.logprobs)
         message.prompt_logprobs.add(slot=scores.slot, start=scores.start, logprobs=columns)
     if outcome.logprob_places.size:
-        every = len(outcome.logprob_places) == len(outcome.token_ids)
-        message.logprobs.CopyFrom(
-            generation_pb2.LogprobColumns(
-                places=b"" if every else outcome.logprob_places.astype("<u4").tobytes(),
-                logprobs=outcome.logprobs.astype("<f4").tobytes(),
-                ranks=outcome.ranks.astype("<u4").tobytes(),
-            )
-        )
+        message.logprobs.CopyFrom(_logprobs(outcome.logprobs))
+        if len(outcome.logprob_places) < len(outcome.token_ids):
+            message.logprobs.places = outcome.logprob_places.astype("<u4").tobytes()
     return message
+
+
+def _logprobs(logprobs: Logprobs) -> generation_pb2.LogprobColumns:
+    columns = generation_pb2.LogprobColumns(
+        logprobs=logprobs.own.astype("<f4").tobytes(), ranks=logprobs.ranks.astype("<u4").tobytes()
+    )
+    if logprobs.top_ids.size:
+        columns.top_counts = logprobs.top_counts.astype("<u4").tobytes()
+        columns.top_ids = logprobs.top_ids.astype("<u4").tobytes()
+        columns.top_logprobs = logprobs.top.astype("<f4").tobytes()
+    return columns
+
+
+def _mask(mask: pb.Mask, vocab_size: int) -> Mask:
+    cache_as = mask.cache_as if mask.HasField("cache_as") else None
+    try:
+        if cache_as is not None and cache_as >= CACHE_SIZE:
+            raise BadPlanError(f"cache_as is {cache_as}, ids of kept masks lie below {CACHE_SIZE}")
+        kind = mask.WhichOneof("kind")
+        if kind == "cached_id":
+            return Mask(mask.slot, None, mask.cached_id, cache_as)
+        if kind == "bitmap":
+            return Mask(mask.slot, _bitmap(mask.bitmap, vocab_size), None, cache_as)
+        if kind is None:
+            raise BadPlanError("holds no mask")
+        ids = _column(getattr(mask, kind), kind)
+        if ids.size and (top := int(ids.max())) >= vocab_size:
+            raise BadPlanError(f"{kind} holds id {top}, the vocabulary has {vocab_size}")
+        return Mask(mask.slot, allowing(ids, vocab_size, but=kind == "banned_ids"), None, cache_as)
+    except BadPlanError as error:
+        raise BadPlanError(f"masks: slot {mask.slot}: {error}", (mask.slot,)) from error
+
+
+def _bitmap(bitmap: bytes, vocab_size: int) -> Words:
+    if len(bitmap) != 4 * (words := -(-vocab_size // 32)):
+        raise BadPlanError(
+            f"bitmap has {len(bitmap)} bytes, a vocabulary of {vocab_size} has {4 * words}: {words} words of 32 ids"
+        )
+    return np.frombuffer(bitmap, "<u4")
 
 
 def _started(request: pb.NewRequest) -> Started:
     if len(request.block_ids) != 1:
         raise BadPlanError(f"started: slot {request.slot} has blocks of {len(request.block_ids)} KV groups, not of 1")
-    for name in ("logprobs", "prompt_logprobs"):
-        if (wanted := getattr(request, name)) > 0:
-            raise BadPlanError(f"{name} = {wanted}: alternatives are not served yet", (request.slot,))
     try:
         sampling = SamplingParams.from_proto(request)
     except ValueError as error:
@@ -210,7 +271,7 @@ def _started(request: pb.NewRequest) -> Started:
         computed_tokens=request.computed_tokens,
         block_ids=_column(request.block_ids[0], "started.block_ids"),
         sampling=sampling,
-        is_scored=request.HasField("prompt_logprobs"),
+        scored=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
     )
 
 

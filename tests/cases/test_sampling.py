@@ -9,19 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from services.executor.sampler import Sampler, SampleRow, SamplingParams
+from services.executor.sampler import SamplingParams
 from tests.executor import reference_sampler as ref
+from tests.executor import sample_rows
+from tests.executor.sample_rows import SampleRow, row
 
 VOCAB = 400
 TINY = (0.0, 1e-12, 1e-6, 1e-5, 1e-4, 1e-3)
 
 
-def row(params: SamplingParams, prompt: Sequence[int] = (), output: Sequence[int] = ()) -> SampleRow:
-    return SampleRow(params, np.array(prompt, np.uint32), np.array(output, np.uint32))
-
-
 def draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
-    sampled = Sampler(logits.shape[1]).sample(logits, rows)
+    sampled = sample_rows.sample(logits, rows)
     assert not sampled.failed.any()
     return list(sampled.token_ids.tolist())
 

@@ -177,7 +177,8 @@ class Request:
     stop_id: int | None = None
     pending: int = 0
     overran: int = 0
-    is_scored: bool = False
+    scored: int | None = None
+    """alternatives wanted of each prompt id"""
     scores: dict[int, tuple[float, int]] = field(default_factory=dict)
     """(logprob, rank) of prompt ids by position"""
 
@@ -197,7 +198,7 @@ class Request:
     def take_scores(self, entry: pb.PromptLogprobs) -> None:
         """What is computed again after a preemption is scored again, to nearly the same."""
         logprobs = np.frombuffer(entry.logprobs.logprobs, dtype="<f4").tolist()
-        assert self.is_scored and entry.start >= 1 and entry.logprobs.places == b""
+        assert self.scored is not None and entry.start >= 1 and entry.logprobs.places == b""
         for position, score in enumerate(zip(logprobs, read(entry.logprobs.ranks), strict=True), start=entry.start):
             before = self.scores.setdefault(position, score)
             assert abs(before[0] - score[0]) < 1e-3
@@ -307,7 +308,7 @@ class MiniScheduler:
             block_ids=[column(*request.blocks)],
             sampling=request.sampling,
             seed=request.seed,
-            prompt_logprobs=0 if request.is_scored else None,
+            prompt_logprobs=request.scored,
         )
 
     def _apply(self, rows: list[tuple[Request, int, bool]], result: pb.StepResult) -> None:

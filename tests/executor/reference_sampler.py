@@ -22,15 +22,19 @@ class Reference:
 
 
 def reference(
-    logits: Sequence[float], params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
+    logits: Sequence[float],
+    params: SamplingParams,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    mask: Sequence[int] | None = None,
 ) -> Reference:
-    """The distribution of the id at output position len(output)."""
-    scores = adjusted(logits, params, prompt, output)
-    if params.temperature < 1e-3:
+    """The distribution of the id at output position len(output); `mask` holds the ids that it allows."""
+    scores = adjusted(logits, params, prompt, output, mask)
+    if params.temperature < 1e-3 or max(scores) == -math.inf:
         return Reference(scores, [], math.inf)
     scaled = [score / params.temperature for score in scores]
     probabilities = softmax(scaled)
-    order = sorted(range(len(logits)), key=lambda i: (-probabilities[i], i))
+    order = sorted(range(len(logits)), key=lambda i: (-scores[i], i))
     slack = math.inf
     if 0 < params.top_k < len(order):
         order = order[: params.top_k]
@@ -53,9 +57,20 @@ def reference(
 
 
 def adjusted(
-    logits: Sequence[float], params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
+    logits: Sequence[float],
+    params: SamplingParams,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    mask: Sequence[int] | None = None,
 ) -> list[float]:
     scores = [float(logit) for logit in logits]
+    for i in range(len(scores)):
+        if mask is not None and i not in mask:
+            scores[i] = -math.inf
+        if params.allowed_ids and i not in params.allowed_ids:
+            scores[i] = -math.inf
+        if i in params.banned_ids:
+            scores[i] = -math.inf
     if len(output) < params.min_tokens:
         for i in params.stop_ids:
             scores[i] = -math.inf
@@ -86,6 +101,14 @@ def draw(probabilities: Sequence[float], uniform: float) -> tuple[int, float]:
         below += probability
     last = max(i for i, probability in enumerate(probabilities) if probability > 0)
     return last, 0.0
+
+
+def alternatives(logits: Sequence[float], count: int) -> list[tuple[int, float]]:
+    """The `count` likeliest ids by the logits as they are, with their natural log-probabilities."""
+    top = max(logits)
+    log_sum = top + math.log(math.fsum(math.exp(logit - top) for logit in logits))
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    return [(i, max(logits[i] - log_sum, -9999.0)) for i in order[:count]]
 
 
 def likeliest(scores: Sequence[float]) -> int:

@@ -78,6 +78,18 @@ BAD_PLANS = {
     "starts with two KV groups": ({"started": [started(2, block_ids=[column(4), column(5)])]}, "2 KV groups"),
     "starts without blocks of any group": ({"started": [started(2, block_ids=[])]}, "0 KV groups"),
     "biases an id past the vocabulary": ({"started": [started(2, sampling=SAMPLING_OF_ABSENT_ID)]}, "512"),
+    "allows an id past the vocabulary": (
+        {"started": [started(2, sampling=generation_pb2.Sampling(allowed_token_ids=[5, 512]))]},
+        "started: slot 2: allowed_token_ids[1] is 512; ids lie below the vocabulary size, 512",
+    ),
+    "bans an id twice": (
+        {"started": [started(2, sampling=generation_pb2.Sampling(banned_token_ids=[5, 6, 5]))]},
+        "started: slot 2: banned_token_ids[2] is 5 once more",
+    ),
+    "allows what it bans": (
+        {"started": [started(2, sampling=generation_pb2.Sampling(allowed_token_ids=[5], banned_token_ids=[5]))]},
+        "started: slot 2: allowed_token_ids leaves no id to draw",
+    ),
     "stops at an id past the vocabulary": ({"started": [started(2, stop_ids=column(512))]}, "512"),
     "gives blocks to a slot not in use": ({"groups": [pb.GroupUpdate(new_blocks=column(2, 4))]}, "slot 2"),
     "gives blocks to a slot past the slots": ({"groups": [pb.GroupUpdate(new_blocks=column(9, 4))]}, "slot 9"),
@@ -120,16 +132,21 @@ BAD_PLANS = {
     ),
     "counts more rows than it has": ({"slots": column(1), "token_counts": column(1, 1)}, "2 entries for 1 rows"),
     "sums computed tokens differently": ({"slots": column(1), "computed_tokens": 4}, "computed_tokens is 4"),
+    "masks a slot twice": ({"slots": column(1), "masked_slots": column(1, 1)}, "masked_slots names a slot twice"),
+    "masks a slot that is none": ({"slots": column(1), "masked_slots": column(8)}, "masked_slots: slot 8 is past the"),
+    "masks a slot without a row": ({"slots": column(), "masked_slots": column(1)}, "slot 1, which has no row in"),
+    "masks a row that does not sample": (
+        {
+            "started": [started(2)],
+            "slots": column(1, 2),
+            "token_counts": column(2),
+            "masked_slots": column(1, 2),
+        },
+        "masked_slots names slot 2, which does not sample: it has computed 2 of 3 ids",
+    ),
     # not served yet: refused by name
-    "masks rows": ({"slots": column(1), "masked_slots": column(1)}, "masked_slots"),
     "forces ids": ({"slots": column(1), "forced_ids": column(1, 5)}, "forced_ids"),
     "traces": ({"slots": column(1), "traceparent": "00-1-2-01"}, "traceparent"),
-    "asks for alternatives to prompt ids": ({"started": [started(2, prompt_logprobs=1)]}, "prompt_logprobs = 1"),
-    "asks for alternatives": ({"started": [started(2, logprobs=1)]}, "logprobs"),
-    "allows ids": (
-        {"started": [started(2, sampling=generation_pb2.Sampling(allowed_token_ids=[5]))]},
-        "plan.started[0].sampling.allowed_token_ids",
-    ),
 }
 
 
@@ -188,16 +205,59 @@ def test_rows_are_gathered_into_one_flat_batch() -> None:
 def test_what_the_sampler_sees_is_split_at_the_prompt() -> None:
     batch = make()
     ids = column(1, 2, 3, 4, 5)
+    repetition, frequency = (
+        generation_pb2.Sampling(repetition_penalty=2),
+        generation_pb2.Sampling(frequency_penalty=1, logit_bias={9: 1.5, 2: -1}, banned_token_ids=[7]),
+    )
     inputs = begin(
         batch,
         step=2,
-        started=[started(0, token_ids=ids, prompt_tokens=2)],
-        slots=column(1, 0),
-        token_counts=column(5),
+        started=[
+            started(0, token_ids=ids, prompt_tokens=2, sampling=repetition, seed=2**64 - 1, logprobs=3),
+            started(2, token_ids=ids, prompt_tokens=4, sampling=frequency, min_tokens=2, stop_ids=column(3, 4)),
+            started(3, token_ids=ids, prompt_tokens=3, sampling=frequency, min_tokens=2, stop_ids=column(3, 4)),
+        ],
+        slots=column(1, 0, 2, 3),
+        token_counts=column(5, 5, 5),
     )
     rows = batch.sample_rows(inputs)
-    assert [row.prompt_ids.tolist() for row in rows] == [[5, 6, 7], [1, 2]]
-    assert [row.output_ids.tolist() for row in rows] == [[8], [3, 4, 5]]
+    assert rows.positions.tolist() == [1, 3, 1, 2]
+    assert rows.columns["seed"].tolist() == [0, 2**64 - 1, 0, 0]
+    assert rows.columns["logprobs"].tolist() == [-1, 3, -1, -1]
+    # Repetition looks at prompt and output, frequency at the output alone; greedy slot 1 penalizes nothing.
+    history = rows.history
+    assert history.rows.tolist() == [1, 1, 1, 1, 1, 2, 3, 3] and history.ids.tolist() == [1, 2, 3, 4, 5, 5, 4, 5]
+    assert history.in_output.tolist() == [False, False, True, True, True, True, True, True]
+    # Slot 2 is before min_tokens, slot 3 there.
+    assert sorted(zip(rows.banned.rows.tolist(), rows.banned.ids.tolist(), strict=True)) == [
+        (2, 3),
+        (2, 4),
+        (2, 7),
+        (3, 7),
+    ]
+    assert rows.biased.values.tolist() == [-1, 1.5, -1, 1.5] and rows.biased.ids.tolist() == [2, 9, 2, 9]
+
+
+def test_what_a_slot_was_told_is_forgotten_with_its_request() -> None:
+    batch = make()
+    told = generation_pb2.Sampling(logit_bias={9: 1.5}, banned_token_ids=[7], allowed_token_ids=[1, 2, 9])
+    begin(
+        batch,
+        step=2,
+        started=[started(2, sampling=told, min_tokens=5, stop_ids=column(3))],
+        slots=column(2),
+        token_counts=column(3),
+    )
+    batch.append(np.array([2]), np.array([9]))
+    begin(batch, step=3, freed_slots=column(2))
+    inputs = begin(batch, step=5, started=[started(2)], slots=column(1, 2), token_counts=column(3))
+    rows = batch.sample_rows(inputs)
+    assert not any(len(entries.rows) for entries in (rows.allowed, rows.banned, rows.biased))
+    inputs = begin(batch, step=6, started=[started(3, sampling=told)], slots=column(3), token_counts=column(3))
+    batch.reset()
+    inputs = begin(batch, step=1, started=[started(3)], slots=column(3), token_counts=column(3))
+    rows = batch.sample_rows(inputs)
+    assert not any(len(entries.rows) for entries in (rows.allowed, rows.banned, rows.biased))
 
 
 def test_the_last_id_of_the_context_is_sampled_and_nothing_after_it() -> None:

@@ -109,7 +109,7 @@ async def test_a_stream_that_does_not_begin_with_open_is_refused(tiny: Path) -> 
         assert code == grpc.StatusCode.FAILED_PRECONDITION and "version 2" in details
 
 
-@pytest.mark.parametrize("command", [{"masks": pb.Masks(step=1)}, {"utility": pb.Utility(id=1)}])
+@pytest.mark.parametrize("command", [{"utility": pb.Utility(id=1)}])
 async def test_commands_that_are_not_served_yet_are_refused_by_name(tiny: Path, command: dict[str, Any]) -> None:
     async with serve(tiny, num_blocks=BLOCKS) as rig:
         code, details = await refused(rig, opening(next_epoch()), pb.RunRequest(**command))

@@ -43,7 +43,7 @@ def test_every_field_is_taken_from_the_request() -> None:
         seed=2**64 - 1,
         min_tokens=4,
         stop_ids=(2, 300),
-        logprobs=True,
+        logprobs=0,
     )
 
 

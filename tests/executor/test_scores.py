@@ -29,7 +29,7 @@ async def scored(
     path: Path, asked: Sequence[Sequence[int]], *, budget: int = 256, preempt: int = 0, beside: int = 0
 ) -> list[list[tuple[float, int]]]:
     """What is told of each prompt, `beside` of them unscored neighbours of the same ids."""
-    requests = [Request(list(prompt), 6, is_scored=True) for prompt in asked]
+    requests = [Request(list(prompt), 6, scored=0) for prompt in asked]
     neighbours = [Request(list(prompt), 6) for prompt in asked[:beside]]
     blocks = 2 + sum(-(-(len(request.prompt) + 6) // BLOCK) for request in [*requests, *neighbours])
     async with serve(path, num_blocks=blocks, block_tokens=BLOCK, max_slots=16) as rig:
@@ -97,8 +97,8 @@ def test_the_logits_of_a_long_prompt_never_exist_at_once() -> None:
     span = ScoredSpan(slot=0, start=1, first_token=0, token_ids=np.zeros(200, np.int64))
     told = scorer.score([span], hidden, head, vocab)
     assert sum(rows) == 200 and max(rows) * vocab * 4 <= scorer.PIECE_BYTES
-    np.testing.assert_allclose(told.scores[0].logprobs, -np.log(vocab), rtol=1e-6)
-    assert set(told.scores[0].ranks.tolist()) == {1}
+    np.testing.assert_allclose(told.scores[0].logprobs.own, -np.log(vocab), rtol=1e-6)
+    assert set(told.scores[0].logprobs.ranks.tolist()) == {1}
     assert scorer.piece_rows(1 << 30) == 1
 
 
@@ -106,8 +106,8 @@ def test_padding_of_the_head_counts_neither_in_probability_nor_in_rank() -> None
     logits = torch.tensor([[0.0, 1.0, 50.0], [1.0, 0.0, 50.0]])
     spans = [ScoredSpan(slot=4, start=7, first_token=0, token_ids=np.array([0, 0]))]
     (scores,) = scorer.score(spans, torch.eye(2), lambda hidden: hidden @ logits, 2).scores
-    assert (scores.slot, scores.start, scores.ranks.tolist()) == (4, 7, [2, 1])
-    np.testing.assert_allclose(scores.logprobs, [-1 - np.log1p(np.exp(-1)), -np.log1p(np.exp(-1))], rtol=1e-6)
+    assert (scores.slot, scores.start, scores.logprobs.ranks.tolist()) == (4, 7, [2, 1])
+    np.testing.assert_allclose(scores.logprobs.own, [-1 - np.log1p(np.exp(-1)), -np.log1p(np.exp(-1))], rtol=1e-6)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -117,7 +117,7 @@ def test_logits_that_are_no_numbers_fail_their_own_slot_alone(bad: float) -> Non
     told = scorer.score(spans, torch.eye(3), lambda hidden: logits[hidden.argmax(-1)], 2)
     assert told.failed_slots == (1,)
     (scores,) = told.scores
-    assert scores.slot == 2 and scores.logprobs.tolist() == [-9999] and scores.ranks.tolist() == [2]
+    assert scores.slot == 2 and scores.logprobs.own.tolist() == [-9999] and scores.logprobs.ranks.tolist() == [2]
 
 
 async def test_a_row_whose_prompt_has_bad_logits_fails_samples_nothing_and_spares_its_neighbour(
