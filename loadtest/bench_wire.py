@@ -23,6 +23,7 @@ from triptych.inference.v1 import generation_pb2
 from loadtest import report
 from loadtest.core_load import BLOCK_TOKENS, CoreLoad
 from services.executor import wire
+from services.executor.logprobs import Logprobs
 from services.executor.plan import Outcome
 from services.scheduler.core.step import Start, StepPlan, StepResult
 from services.scheduler.plan_codec import decode_result, encode_plan
@@ -145,8 +146,7 @@ def _outcome(result: StepResult) -> Outcome:
         token_ids=np.array(result.token_ids, np.int64),
         failed_slots=(),
         logprob_places=np.zeros(0, np.int64),
-        logprobs=np.zeros(0, np.float32),
-        ranks=np.zeros(0, np.uint32),
+        logprobs=Logprobs.none(),
         prompt_scores=(),
         execute_us=8000,
         sample_us=500,

@@ -70,8 +70,8 @@ class Slot:
     table: list[int]
     stop_ids: frozenset[int]
     min_tokens: int
-    logprobs: bool
-    is_scored: bool
+    logprobs: int | None
+    scored: int | None
     state: int
     misread: int | None = None
     failed: bool = False
@@ -114,7 +114,7 @@ class Row:
         """Prompt positions whose logprobs the row tells: those that its computed tokens foretell."""
         slot = self.slot
         first = self.end - self.count + 1
-        return range(first, min(self.end + 1, slot.prompt_tokens)) if slot.is_scored else range(0)
+        return range(first, min(self.end + 1, slot.prompt_tokens)) if slot.scored is not None else range(0)
 
 
 @dataclass
@@ -215,8 +215,8 @@ class Batch:
             table=table,
             stop_ids=frozenset(_column(request.stop_ids)),
             min_tokens=request.min_tokens,
-            logprobs=request.HasField("logprobs"),
-            is_scored=request.HasField("prompt_logprobs"),
+            logprobs=request.logprobs if request.HasField("logprobs") else None,
+            scored=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
             state=state,
         )
 

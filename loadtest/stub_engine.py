@@ -212,6 +212,7 @@ class StubEngine:
             block_tokens=self._block_tokens,
             pool_tokens=self._context_tokens * 64,
             max_choices=self._max_choices,
+            max_logprobs=20,
             fragment_bytes=self.fragment_bytes,
         )
 

@@ -22,8 +22,8 @@ from typing import Any
 import grpc
 import numpy as np
 from triptych.executor.v1 import executor_pb2, executor_pb2_grpc
-from triptych.inference.v1 import generation_pb2
 
+from loadtest import stub_logprobs
 from loadtest.stub_batch import Batch, PlanError, Row, own_logprob
 from services.common.server import server_options
 
@@ -291,7 +291,9 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
     def _result(self, batch: Batch, step: int, rows: list[Row]) -> executor_pb2.StepResult:
         counts: list[int] = []
         ids: list[int] = []
-        own: list[tuple[int, float, int]] = []
+        places: list[int] = []
+        own: list[tuple[float, int]] = []
+        tops: list[list[tuple[int, float]]] = []
         failed: list[executor_pb2.FailedRow] = []
         scored: list[executor_pb2.PromptLogprobs] = []
         for row in rows:
@@ -309,8 +311,10 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             token_id = batch.next_id(row.slot)
             row.slot.append(token_id)
             token_id = self.faults.bad_ids.get(at, token_id)
-            if row.slot.logprobs:
-                own.append((len(ids), *own_logprob(token_id)))
+            if row.slot.logprobs is not None:
+                places.append(len(ids))
+                own.append(own_logprob(token_id))
+                tops.append(stub_logprobs.alternatives(token_id, row.slot.logprobs))
             counts.append(1)
             ids.append(token_id)
         result = executor_pb2.StepResult(
@@ -321,14 +325,8 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             failed=failed,
         )
         if own:
-            places, logprobs, ranks = zip(*own, strict=True)
-            result.logprobs.CopyFrom(
-                generation_pb2.LogprobColumns(
-                    places=b"" if len(own) == len(ids) else np.array(places, dtype="<u4").tobytes(),
-                    logprobs=np.array(logprobs, dtype="<f4").tobytes(),
-                    ranks=np.array(ranks, dtype="<u4").tobytes(),
-                )
-            )
+            result.logprobs.CopyFrom(stub_logprobs.columns(own, tops))
+            result.logprobs.places = b"" if len(own) == len(ids) else np.array(places, dtype="<u4").tobytes()
         return result
 
 
@@ -357,15 +355,12 @@ def _fault(kind: executor_pb2.FaultKind.ValueType, message: str) -> executor_pb2
 
 
 def _scores(row: Row) -> executor_pb2.PromptLogprobs:
-    own = [own_logprob(row.slot.ids[position]) for position in row.scored]
-    return executor_pb2.PromptLogprobs(
-        slot=row.number,
-        start=row.scored.start,
-        logprobs=generation_pb2.LogprobColumns(
-            logprobs=np.array([logprob for logprob, _ in own], dtype="<f4").tobytes(),
-            ranks=np.array([rank for _, rank in own], dtype="<u4").tobytes(),
-        ),
+    ids = [row.slot.ids[position] for position in row.scored]
+    columns = stub_logprobs.columns(
+        [own_logprob(token_id) for token_id in ids],
+        [stub_logprobs.alternatives(token_id, row.slot.scored or 0) for token_id in ids],
     )
+    return executor_pb2.PromptLogprobs(slot=row.number, start=row.scored.start, logprobs=columns)
 
 
 def _tail(counts: list[int]) -> bytes:

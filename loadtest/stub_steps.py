@@ -9,6 +9,9 @@ import numpy as np
 from triptych.engine.v1 import engine_pb2
 from triptych.inference.v1 import generation_pb2
 
+from loadtest import stub_logprobs
+from loadtest.stub_logprobs import alternatives
+
 
 def prompt_score(position: int) -> tuple[float, int]:
     """Logprob, exact in float32, and rank made up for a prompt position."""
@@ -58,6 +61,7 @@ class StubStep:
     """One StepOutputs in the making.
 
     A made-up logprob is -(position + 1) / 8, rank position + 1; that of a prompt id is `prompt_score` of its position.
+    Alternatives to either are `alternatives` of the position.
     """
 
     number: int
@@ -66,6 +70,7 @@ class StubStep:
     token_ids: list[int] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
+    tops: list[list[tuple[int, float]]] = field(default_factory=list)
     scores: list[engine_pb2.PromptLogprobs] = field(default_factory=list)
     started: list[engine_pb2.Started] = field(default_factory=list)
     finished: list[engine_pb2.Finished] = field(default_factory=list)
@@ -81,17 +86,17 @@ class StubStep:
         start = request.next_scored
         request.next_scored = stop = start + min(limit, request.scores_left)
         told = [prompt_score(position) for position in range(start, stop)]
-        columns = generation_pb2.LogprobColumns(
-            logprobs=np.array([logprob for logprob, _ in told], "<f4").tobytes(),
-            ranks=np.array([rank for _, rank in told], "<u4").tobytes(),
-        )
+        count = request.submit.prompt_logprobs
+        columns = stub_logprobs.columns(told, [alternatives(position, count) for position in range(start, stop)])
         self.scores.append(engine_pb2.PromptLogprobs(request_id=request.request_id, start=start, logprobs=columns))
 
     def add(self, request: StubRequest, ids: list[int]) -> None:
         """New ids, counted in the request already."""
         if request.submit.HasField("logprobs"):
             self.places += range(len(self.token_ids), len(self.token_ids) + len(ids))
-            self.positions += range(request.num_output - len(ids), request.num_output)
+            positions = range(request.num_output - len(ids), request.num_output)
+            self.positions += positions
+            self.tops += [alternatives(position, request.submit.logprobs) for position in positions]
         self.request_ids.append(request.request_id)
         self.counts.append(len(ids))
         self.token_ids += ids
@@ -126,9 +131,6 @@ class StubStep:
         if not self.places:
             return None
         every = len(self.places) == len(self.token_ids)
-        positions = np.array(self.positions)
-        return generation_pb2.LogprobColumns(
-            places=b"" if every else np.array(self.places, "<u4").tobytes(),
-            logprobs=(-(positions + 1) / 8).astype("<f4").tobytes(),
-            ranks=(positions + 1).astype("<u4").tobytes(),
-        )
+        columns = stub_logprobs.columns([(-(at + 1) / 8, at + 1) for at in self.positions], self.tops)
+        columns.places = b"" if every else np.array(self.places, "<u4").tobytes()
+        return columns

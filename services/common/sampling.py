@@ -91,7 +91,12 @@ def _list_fault(field: str, ids: Sequence[int], vocab_size: int) -> tuple[str, s
         place = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
         return f"{field}[{place}]", f"is {ids[place]}; ids lie below the vocabulary size, {vocab_size}"
     if len(set(ids)) < len(ids):
-        seen: set[int] = set()
-        place = next(i for i, token_id in enumerate(ids) if token_id in seen or seen.add(token_id))
+        firsts = {token_id: i for i, token_id in reversed(list(enumerate(ids)))}
+        place = next(i for i, token_id in enumerate(ids) if firsts[token_id] < i)
         return f"{field}[{place}]", f"is {ids[place]} once more; name each id once"
     return None
+
+
+def logprob_bytes(alternatives: int) -> int:
+    """What the logprobs of an id take in LogprobColumns."""
+    return 8 + (4 + 8 * alternatives if alternatives else 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from services.frontend.coalescing import Coalescer
+from services.frontend.coalescing import Coalescer, fits_a_message
 from services.frontend.engine import Outputs, Scores
 from services.frontend.generation import Choice
 from services.frontend.request import Delta, Hold, Job
@@ -70,7 +70,7 @@ class Answer:
         except Exception as error:
             self.fail(error)
             return False
-        if self._at_once and self._reader is not None and not self._reader.done():
+        if self._at_once and self._reader is not None and not self._reader.done() and fits_a_message(delta):
             self._reader.set_result([(index, delta)])
         elif self._coalescer.add(index, delta, self._loop.time()):
             self._wake()

@@ -7,8 +7,8 @@ import itertools
 from services.frontend.request import Delta, Hold
 
 MOST_IDS = 4096
-"""Of a choice in one message: with logprobs about 120 KB, so that 16 choices of a client that did not read stay below
-the 4 MB of a message."""
+"""Of a choice in one message, alternatives to its ids included: with logprobs about 120 KB, so that 16 choices of a
+client that did not read stay below the 4 MB of a message."""
 
 
 class Coalescer:
@@ -27,8 +27,9 @@ class Coalescer:
     def add(self, choice: int, delta: Delta, now_s: float) -> bool:
         """Takes what is new of a choice; True where what is held of it is now due."""
         held = self._held[choice]
-        held.add(delta)
-        self._num_parts += 1
+        for part in _parts(delta):
+            held.add(part)
+            self._num_parts += 1
         return held.is_due(now_s)
 
     def due(self, now_s: float) -> list[tuple[int, Delta]]:
@@ -93,10 +94,33 @@ class _Held:
         """How many parts one message takes, at least one."""
         num_ids = 0
         for count, part in enumerate(self._parts):
-            num_ids += len(part.token_ids)
+            num_ids += _weight(part)
             if count and num_ids > MOST_IDS:
                 return count
         return len(self._parts)
+
+
+def _weight(delta: Delta) -> int:
+    """Its ids and the alternatives to them."""
+    return len(delta.token_ids) + sum(len(entry.top) for entry in delta.logprobs)
+
+
+def fits_a_message(delta: Delta) -> bool:
+    """With others of its request."""
+    return len(delta.logprobs) < 2 or _weight(delta) <= MOST_IDS
+
+
+def _parts(delta: Delta) -> list[Delta]:
+    """The delta, or where an engine that was slow to be read gave more than fits a message: several.
+
+    Text may lag behind ids, so the last has all of it.
+    """
+    if fits_a_message(delta):
+        return [delta]
+    each = max(1, MOST_IDS // (1 + len(delta.logprobs[0].top)))
+    cuts = range(0, len(delta.token_ids), each)
+    parts = [Delta("", delta.token_ids[at : at + each], delta.logprobs[at : at + each]) for at in cuts]
+    return [*parts[:-1], delta._replace(token_ids=parts[-1].token_ids, logprobs=parts[-1].logprobs)]
 
 
 def _joined(parts: list[Delta]) -> Delta:

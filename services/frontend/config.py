@@ -31,7 +31,7 @@ class FrontendConfig(ServiceConfig):
     max_content_parts: int = Field(4096, ge=1, description="content parts of all messages of a chat together")
     max_choices: int = Field(16, ge=1, description="choices a request may ask for; an engine may take fewer")
     max_logprobs: int = Field(
-        20, ge=0, description="alternatives to each id that a request may ask for; this version serves 0"
+        20, ge=0, description="alternatives to each id that a request may ask for; an engine may take fewer"
     )
     max_scored_tokens: int = Field(
         32 * 1024, ge=1, description="ids of a prompt whose logprobs a request may ask for (prompt_logprobs)"
@@ -40,6 +40,8 @@ class FrontendConfig(ServiceConfig):
     max_stop_string_bytes: int = Field(1024, ge=1, description="UTF-8 bytes of one stop string")
     max_stop_token_ids: int = Field(256, ge=0, description="stop ids a request may have")
     max_logit_biases: int = Field(1024, ge=0, description="logit_bias entries a request may have")
+    max_allowed_token_ids: int = Field(4096, ge=0, description="allowed_token_ids a request may have")
+    max_banned_token_ids: int = Field(4096, ge=0, description="banned_token_ids a request may have")
     max_detokenize_ids: int = Field(256 * 1024, ge=1, description="ids of one Detokenize")
     max_cache_salt_bytes: int = Field(256, ge=0, description="UTF-8 bytes of a cache_salt")
     min_priority: int = Field(
@@ -74,6 +76,8 @@ class FrontendConfig(ServiceConfig):
             stop_string_bytes=self.max_stop_string_bytes,
             stop_token_ids=self.max_stop_token_ids,
             logit_biases=self.max_logit_biases,
+            allowed_token_ids=self.max_allowed_token_ids,
+            banned_token_ids=self.max_banned_token_ids,
             detokenize_ids=self.max_detokenize_ids,
             cache_salt_bytes=self.max_cache_salt_bytes,
             min_priority=self.min_priority,

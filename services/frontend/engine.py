@@ -52,11 +52,22 @@ class EngineFinish:
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """Logprobs (natural, float32 [n]) and ranks (from 1, uint32 [n]) of prompt ids, from position `start` on."""
+    """Logprobs (natural, float32 [n]) and ranks (from 1, uint32 [n]) of prompt ids, from position `start` on.
+
+    And the likeliest ids of each position, likeliest first: uint32 and float32 [n, k].
+    """
 
     start: int
     logprobs: npt.NDArray[np.float32]
     ranks: npt.NDArray[np.uint32]
+    top_ids: npt.NDArray[np.uint32]
+    top_logprobs: npt.NDArray[np.float32]
+
+    @classmethod
+    def plain(cls, start: int, logprobs: npt.NDArray[np.float32], ranks: npt.NDArray[np.uint32]) -> Scores:
+        """Without alternatives."""
+        none = np.zeros((len(logprobs), 0))
+        return cls(start, logprobs, ranks, none.astype(np.uint32), none.astype(np.float32))
 
     @property
     def stop(self) -> int:

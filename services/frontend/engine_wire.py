@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import grpc
 import numpy as np
@@ -76,6 +78,8 @@ def abort(choice_ids: Sequence[int]) -> engine_pb2.AttachRequest:
 def sampling_message(sampling: Sampling) -> generation_pb2.Sampling:
     """Every scalar set, as the engine contract wants."""
     return generation_pb2.Sampling(
+        allowed_token_ids=sampling.allowed_token_ids,
+        banned_token_ids=sampling.banned_token_ids,
         logit_bias=dict(sampling.logit_bias),
         repetition_penalty=sampling.repetition_penalty,
         presence_penalty=sampling.presence_penalty,
@@ -103,6 +107,7 @@ def read_hello(message: engine_pb2.EngineHello) -> EngineFacts:
         context_tokens=message.context_tokens,
         block_tokens=message.block_tokens,
         max_choices=max(message.max_choices, 1),
+        max_logprobs=message.max_logprobs,
         fragment_bytes=message.fragment_bytes,
     )
 
@@ -181,10 +186,32 @@ def _read_logprobs(columns: generation_pb2.LogprobColumns, num_ids: int, step: i
             f"step {step}: {len(values)} logprobs, {len(ranks)} ranks, {len(places)} places for {num_ids} ids"
         )
     # A NaN stays one: it is that request's fault, and is found where the request is.
+    own = zip(places.tolist(), values.tolist(), ranks.tolist(), strict=True)
+    if not columns.top_counts:
+        return {place: Logprob(max(value, LOWEST_LOGPROB), rank) for place, value, rank in own}
+    counts, ids, logprobs = _read_top(columns, len(values), f"step {step}: logprobs")
+    top = list(zip(ids.tolist(), logprobs.tolist(), strict=True))
+    ends = np.cumsum(counts, dtype=np.int64).tolist()
     return {
-        place: Logprob(max(value, LOWEST_LOGPROB), rank)
-        for place, value, rank in zip(places.tolist(), values.tolist(), ranks.tolist(), strict=True)
+        place: Logprob(max(value, LOWEST_LOGPROB), rank, tuple(top[start:stop]))
+        for (place, value, rank), (start, stop) in zip(own, itertools.pairwise([0, *ends]), strict=True)
     }
+
+
+def _read_top(
+    columns: generation_pb2.LogprobColumns, num_ids: int, what: str
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32], npt.NDArray[np.float32]]:
+    """How many alternatives each id has, [n], and all of them: ids and logprobs."""
+    counts = _read(columns.top_counts, "<u4", "top_counts").astype(np.uint32)
+    ids = _read(columns.top_ids, "<u4", "top_ids").astype(np.uint32)
+    logprobs = _read(columns.top_logprobs, "<f4", "top_logprobs").astype(np.float32)
+    total = int(counts.sum(dtype=np.int64))
+    if len(counts) != num_ids or not total == len(ids) == len(logprobs):
+        raise EngineContractError(
+            f"{what}: {num_ids} of them, {len(counts)} counts of {total} alternatives, {len(ids)} ids and "
+            f"{len(logprobs)} logprobs of those"
+        )
+    return counts, ids, np.maximum(logprobs, np.float32(LOWEST_LOGPROB))
 
 
 def _read_scores(told: engine_pb2.PromptLogprobs, step: int) -> Scores:
@@ -194,7 +221,14 @@ def _read_scores(told: engine_pb2.PromptLogprobs, step: int) -> Scores:
         raise EngineContractError(
             f"step {step}: {len(values)} prompt logprobs and {len(ranks)} ranks, or places for them, which have none"
         )
-    return Scores(told.start, np.maximum(values, np.float32(LOWEST_LOGPROB)), ranks)
+    plain = Scores.plain(told.start, np.maximum(values, np.float32(LOWEST_LOGPROB)), ranks)
+    if not told.logprobs.top_counts:
+        return plain
+    counts, ids, logprobs = _read_top(told.logprobs, len(values), f"step {step}: prompt_logprobs")
+    if len(set(counts.tolist())) > 1:
+        raise EngineContractError(f"step {step}: prompt_logprobs has more alternatives to one position than to another")
+    shape = (len(values), int(counts[0]) if len(counts) else 0)
+    return replace(plain, top_ids=ids.reshape(shape), top_logprobs=logprobs.reshape(shape))
 
 
 def _column(values: Sequence[int], dtype: str) -> bytes:

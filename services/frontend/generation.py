@@ -24,6 +24,7 @@ class Choice:
         self._job = job
         self._vocab_size = job.engine.vocab_size
         self._wants_logprobs = job.options.logprobs is not None
+        self._alternatives = min(job.options.logprobs or 0, self._vocab_size)
         self._may_match = bool(job.options.stop)
         self._detokenizer = Detokenizer(tokenizer, job.prompt_ids, skip_special_tokens=job.options.skip_special_tokens)
         self._stops = StopMatcher(job.options.stop, include=job.options.include_stop_string)
@@ -95,14 +96,25 @@ class Choice:
                     "BAD_TOKEN_ID", f"the engine sampled id {token_id}, the vocabulary has {self._vocab_size}"
                 )
         if self._wants_logprobs:
-            _check_logprobs(outputs.logprobs, len(outputs.token_ids))
+            self._check_logprobs(outputs.logprobs, len(outputs.token_ids))
 
-
-def _check_logprobs(logprobs: tuple[Logprob, ...], num_ids: int) -> None:
-    if len(logprobs) != num_ids:
-        raise _broken("BAD_LOGPROBS", f"the engine sent {len(logprobs)} logprobs for {num_ids} ids")
-    if any(math.isnan(entry.logprob) for entry in logprobs):
-        raise _broken("BAD_LOGPROBS", "the engine sent a logprob that is not a number")
+    def _check_logprobs(self, logprobs: tuple[Logprob, ...], num_ids: int) -> None:
+        if len(logprobs) != num_ids:
+            raise _broken("BAD_LOGPROBS", f"the engine sent {len(logprobs)} logprobs for {num_ids} ids")
+        for entry in logprobs:
+            if math.isnan(entry.logprob) or any(math.isnan(logprob) for _, logprob in entry.top):
+                raise _broken("BAD_LOGPROBS", "the engine sent a logprob that is not a number")
+            if len(entry.top) != self._alternatives:
+                raise _broken(
+                    "BAD_LOGPROBS",
+                    f"the engine sent {len(entry.top)} alternatives to an id, {self._alternatives} are wanted",
+                )
+            for token_id, _ in entry.top:
+                if token_id >= self._vocab_size:
+                    raise _broken(
+                        "BAD_LOGPROBS",
+                        f"the engine sent id {token_id} as an alternative, the vocabulary has {self._vocab_size}",
+                    )
 
 
 def _broken(reason: str, message: str) -> RequestError:

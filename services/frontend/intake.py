@@ -11,7 +11,7 @@ from services.frontend.door import read_messages
 from services.frontend.request import EngineFacts, Job, Limits, Options
 from services.frontend.served_model import ServedModel
 from services.frontend.tokenizer import off_loop
-from services.frontend.validation import check_fits, check_ids, check_scored, output_length, read_options
+from services.frontend.validation import check_choice, check_fits, check_ids, check_scored, output_length, read_options
 
 
 class Intake:
@@ -81,6 +81,7 @@ class Intake:
             limits=self._limits,
             vocab_size=self._model.vocab_size(facts),
             max_choices=facts.max_choices,
+            max_logprobs=facts.max_logprobs,
             path=f"{path}options",
         )
 
@@ -97,7 +98,11 @@ class Intake:
         self._check_scored(options, len(prompt_ids), path)
         if self._model.tokenizer.vocab_size > facts.vocab_size:
             check_ids(prompt_ids, facts.vocab_size, prompt_field)
-        return Job(prompt_ids, options, max_tokens, self._model.eos_ids, facts)
+        job = Job(prompt_ids, options, max_tokens, self._model.eos_ids, facts)
+        if options.min_tokens:
+            vocab_size = self._model.vocab_size(facts)
+            check_choice(options.sampling, vocab_size, f"{path}options.sampling", stop_ids=job.stop_ids)
+        return job
 
     def _check_scored(self, options: Options, prompt_tokens: int, path: str) -> None:
         check_scored(options, prompt_tokens=prompt_tokens, limits=self._limits, path=f"{path}options")

@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-SERVED_LOGPROBS = 0
-"""Alternatives to each id that are served."""
-
 
 @dataclass(frozen=True)
 class Sampling:
@@ -21,6 +18,8 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    banned_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,6 +67,7 @@ class EngineFacts:
     context_tokens: int
     block_tokens: int = 0
     max_choices: int = 1
+    max_logprobs: int = 0
     fragment_bytes: int = 0
 
 
@@ -109,6 +109,8 @@ class Limits:
     stop_string_bytes: int
     stop_token_ids: int
     logit_biases: int
+    allowed_token_ids: int
+    banned_token_ids: int
     detokenize_ids: int
     cache_salt_bytes: int
     min_priority: int
@@ -116,19 +118,21 @@ class Limits:
     min_delta_interval_ms: int
 
     def named(self, engine: EngineFacts) -> dict[str, int]:
-        """By configuration key; choices no more than the engine takes, logprobs no more than are served."""
+        """By configuration key; choices and logprobs no more than the engine takes."""
         return {
             "max_message_bytes": self.message_bytes,
             "max_prompt_bytes": self.prompt_bytes,
             "max_messages": self.messages,
             "max_content_parts": self.content_parts,
             "max_choices": min(self.choices, engine.max_choices),
-            "max_logprobs": min(self.logprobs, SERVED_LOGPROBS),
+            "max_logprobs": min(self.logprobs, engine.max_logprobs),
             "max_scored_tokens": self.scored_tokens,
             "max_stop_strings": self.stop_strings,
             "max_stop_string_bytes": self.stop_string_bytes,
             "max_stop_token_ids": self.stop_token_ids,
             "max_logit_biases": self.logit_biases,
+            "max_allowed_token_ids": self.allowed_token_ids,
+            "max_banned_token_ids": self.banned_token_ids,
             "max_detokenize_ids": self.detokenize_ids,
             "max_cache_salt_bytes": self.cache_salt_bytes,
             "max_min_delta_tokens": self.min_delta_tokens,
@@ -148,10 +152,12 @@ class Stopped:
 
 @dataclass(frozen=True)
 class Logprob:
-    """Of an id that was sampled: natural logarithm, and rank from 1."""
+    """Of an id that was sampled: natural logarithm, and rank from 1; `top` are its alternatives, likeliest first."""
 
     logprob: float
     rank: int
+    top: tuple[tuple[int, float], ...] = ()
+    """(id, logprob)"""
 
 
 class Delta(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from triptych.inference.v1 import generation_pb2, inference_pb2
@@ -20,7 +20,10 @@ _PIECE_IDS = 4096
 _SCORES_A_MESSAGE = 1024
 """Positions whose messages take a few milliseconds to make: the event loop has others to serve."""
 _POSITION_BYTES = 32
-"""Of one on the wire at most, its raw bytes aside: 4 numbers of 5 bytes with their tags, and 2 messages around them."""
+"""Of one on the wire at most, its raw bytes and its alternatives aside: 4 numbers of 5 bytes with their tags, and 2
+messages around them."""
+_TOP_BYTES = 24
+"""Of an alternative, its raw bytes aside: 3 numbers of 5 bytes with their tags, and a message around them."""
 
 
 def prompt_info(job: Job) -> inference_pb2.PromptInfo:
@@ -42,15 +45,20 @@ def prompt_logprobs(
     start = 0 if scores.start <= 1 else scores.start
     positions = [inference_pb2.PositionLogprobs()] if start == 0 else []
     size = _POSITION_BYTES
+    most = max(1, _SCORES_A_MESSAGE // (1 + scores.top_ids.shape[1]))
     for at, (logprob, rank) in enumerate(zip(scores.logprobs.tolist(), scores.ranks.tolist(), strict=True)):
         token_id = job.prompt_ids[scores.start + at]
-        raw = tokenizer.token_bytes(token_id)
-        if positions and (size + _POSITION_BYTES + len(raw) > message_bytes or len(positions) == _SCORES_A_MESSAGE):
+        token = inference_pb2.TokenLogprob(
+            token_id=token_id, logprob=logprob, rank=rank, raw=tokenizer.token_bytes(token_id)
+        )
+        top = zip(scores.top_ids[at].tolist(), scores.top_logprobs[at].tolist(), strict=True)
+        position = inference_pb2.PositionLogprobs(token=token, top=_top(top, tokenizer))
+        added = _POSITION_BYTES + len(token.raw) + sum(_TOP_BYTES + len(one.raw) for one in position.top)
+        if positions and (size + added > message_bytes or len(positions) >= most):
             yield inference_pb2.PromptLogprobs(start=start, positions=positions)
             start, positions, size = scores.start + at, [], 0
-        size += _POSITION_BYTES + len(raw)
-        token = inference_pb2.TokenLogprob(token_id=token_id, logprob=logprob, rank=rank, raw=raw)
-        positions.append(inference_pb2.PositionLogprobs(token=token))
+        size += added
+        positions.append(position)
     yield inference_pb2.PromptLogprobs(start=start, positions=positions)
 
 
@@ -63,16 +71,26 @@ def choices(message: R, deltas: Sequence[tuple[int, Delta]], tokenizer: TextToke
         choice.text = delta.text
         choice.token_ids.extend(delta.token_ids)
         for token_id, entry in zip(delta.token_ids, delta.logprobs, strict=False):
-            choice.logprobs.add().token.MergeFrom(
+            position = choice.logprobs.add()
+            position.token.MergeFrom(
                 inference_pb2.TokenLogprob(
                     token_id=token_id, logprob=entry.logprob, rank=entry.rank, raw=tokenizer.token_bytes(token_id)
                 )
             )
+            position.top.extend(_top(entry.top, tokenizer))
         if delta.stopped is not None:
             choice.finish.CopyFrom(_finish(delta.stopped))
         if delta.cumulative_logprob is not None:
             choice.cumulative_logprob = delta.cumulative_logprob
     return message
+
+
+def _top(entries: Iterable[tuple[int, float]], tokenizer: TextTokenizer) -> list[inference_pb2.TokenLogprob]:
+    """Alternatives, likeliest first: the rank of each is its place."""
+    return [
+        inference_pb2.TokenLogprob(token_id=token_id, logprob=logprob, rank=rank, raw=tokenizer.token_bytes(token_id))
+        for rank, (token_id, logprob) in enumerate(entries, start=1)
+    ]
 
 
 def tokenized(ids: Sequence[int], tokenizer: TextTokenizer) -> inference_pb2.TokenizeResponse:

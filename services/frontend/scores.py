@@ -15,6 +15,8 @@ class PromptScores:
 
     def __init__(self, job: Job) -> None:
         self._wanted = job.options.prompt_logprobs is not None
+        self._vocab_size = job.engine.vocab_size
+        self._alternatives = min(job.options.prompt_logprobs or 0, self._vocab_size)
         self._num_positions = len(job.prompt_ids)
         self._next = 1  # nothing foretells the first id
         self._waiting: list[Scores] = []
@@ -39,8 +41,12 @@ class PromptScores:
                     f"the engine sent logprobs of prompt positions [{scores.start}, {scores.stop}), where "
                     f"[{self._next}, {self._num_positions}) are left"
                 )
-            if np.isnan(scores.logprobs).any():
+            if np.isnan(scores.logprobs).any() or np.isnan(scores.top_logprobs).any():
                 raise _broken("the engine sent a prompt logprob that is not a number")
+            if (count := scores.top_ids.shape[1]) != self._alternatives:
+                raise _broken(f"the engine sent {count} alternatives to a prompt id, {self._alternatives} are wanted")
+            if scores.top_ids.size and (top := int(scores.top_ids.max())) >= self._vocab_size:
+                raise _broken(f"the engine sent id {top} as an alternative, the vocabulary has {self._vocab_size}")
             self._next = scores.stop
             self._waiting.append(scores)
         if (outputs.token_ids or outputs.finish is not None) and self._next < self._num_positions:

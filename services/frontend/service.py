@@ -47,7 +47,7 @@ Tell: TypeAlias = Callable[[Scores], Coroutine[Any, Any, None]]
 
 MAX_SCORES_BYTES = 64 * 1024
 """Of one message of prompt logprobs."""
-NOTHING_TO_SCORE = Scores(1, np.zeros(0, np.float32), np.zeros(0, np.uint32))
+NOTHING_TO_SCORE = Scores.plain(1, np.zeros(0, np.float32), np.zeros(0, np.uint32))
 
 log = logging.getLogger(__name__)
 

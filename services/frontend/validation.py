@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from triptych.inference.v1 import generation_pb2, inference_pb2
 
-from services.common.errors import invalid, unserved
-from services.common.sampling import LOGIT_BIAS, RANGES, Range
-from services.frontend.request import SERVED_LOGPROBS, Hold, Limits, Options, Sampling
+from services.common.errors import invalid
+from services.common.sampling import LOGIT_BIAS, RANGES, Range, choice_fault
+from services.frontend.request import Hold, Limits, Options, Sampling
 from services.frontend.sizes import at_most
 
 LABEL_BYTES = 128
@@ -28,14 +28,17 @@ def read_options(
     limits: Limits,
     vocab_size: int,
     max_choices: int = 1,
+    max_logprobs: int = 0,
     path: str = "options",
 ) -> Options:
-    """Options in range, sampling and seed filled. Raises RequestError(INVALID_ARGUMENT or UNIMPLEMENTED).
+    """Options in range, sampling and seed filled. Raises RequestError(INVALID_ARGUMENT).
 
-    `max_choices` is the engine's.
+    `max_choices` and `max_logprobs` are the engine's.
     """
     _check_counts(options, limits, path)
-    _check_engines_choices(options.n, max_choices, f"{path}.n")
+    _check_engines(options.n, max_choices, f"{path}.n")
+    _check_engines(options.logprobs, max_logprobs, f"{path}.logprobs")
+    _check_engines(options.prompt_logprobs, max_logprobs, f"{path}.prompt_logprobs")
     sampling = _read_sampling(options.sampling, defaults, limits, vocab_size, f"{path}.sampling")
     return Options(
         sampling=sampling,
@@ -135,7 +138,34 @@ def _read_sampling(
     check_sampling(resolved, path)
     if resolved.top_k <= 0 or resolved.top_k >= vocab_size:
         resolved = replace(resolved, top_k=-1)
-    return replace(resolved, logit_bias=_read_bias(sampling, limits, vocab_size, f"{path}.logit_bias"))
+    for name, limit in (
+        ("allowed_token_ids", limits.allowed_token_ids),
+        ("banned_token_ids", limits.banned_token_ids),
+    ):
+        at_most(len(getattr(sampling, name)), limit, "ids", f"{path}.{name}", f"max_{name}")
+    resolved = replace(
+        resolved,
+        logit_bias=_read_bias(sampling, limits, vocab_size, f"{path}.logit_bias"),
+        allowed_token_ids=tuple(sampling.allowed_token_ids),
+        banned_token_ids=tuple(sampling.banned_token_ids),
+    )
+    check_choice(resolved, vocab_size, path)
+    return resolved
+
+
+def check_choice(
+    sampling: Sampling, vocab_size: int, path: str = "options.sampling", *, stop_ids: tuple[int, ...] = ()
+) -> None:
+    """Raises INVALID_ARGUMENT for a list of ids that is not one, or lists that leave no id to draw.
+
+    `stop_ids` are those that min_tokens keeps from being drawn, empty without it.
+    """
+    fault = choice_fault(
+        sampling.allowed_token_ids, sampling.banned_token_ids, sampling.logit_bias, vocab_size, stop_ids=stop_ids
+    )
+    if fault is not None:
+        field, description = fault
+        raise invalid(f"{path}.{field}", description)
 
 
 def _read_bias(
@@ -175,13 +205,11 @@ def _check_counts(options: inference_pb2.Options, limits: Limits, path: str) -> 
     for name in ("logprobs", "prompt_logprobs"):
         if (wanted := getattr(options, name)) > limits.logprobs:
             raise invalid(f"{path}.{name}", f"is {wanted}, at most {limits.logprobs} are taken (max_logprobs)")
-        if wanted > SERVED_LOGPROBS:
-            raise unserved(f"{path}.{name}", f"is {wanted}; alternatives are not served yet, 0 gives each id's own")
 
 
-def _check_engines_choices(n: int, max_choices: int, path: str) -> None:
-    if n > max_choices:
-        raise invalid(path, f"is {n}, the engine takes at most {max_choices}")
+def _check_engines(wanted: int, limit: int, path: str) -> None:
+    if wanted > limit:
+        raise invalid(path, f"is {wanted}, the engine takes at most {limit}")
 
 
 def _read_hold(options: inference_pb2.Options, limits: Limits, path: str) -> Hold:

@@ -8,6 +8,10 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from services.common.config import Address, ServiceConfig
+from services.common.sampling import logprob_bytes
+
+MAX_SCORES_BYTES = 32 * 1024 * 1024
+"""Of the prompt logprobs that one step may make: half of what a message between services may have."""
 
 
 class SchedulerConfig(ServiceConfig):
@@ -43,6 +47,12 @@ class SchedulerConfig(ServiceConfig):
         0.75, gt=0, le=1, description="part of the queue that one tenant may fill, so that others find room"
     )
     max_choices: int = Field(16, ge=1, le=1024, description="choices that one request may ask for (n)")
+    max_logprobs: int = Field(
+        20,
+        ge=0,
+        le=65536,
+        description="alternatives to each id that a request may ask for (logprobs, prompt_logprobs)",
+    )
     record: Path | None = Field(
         None, description="file to write what the core is told to, for `triptych replay`; it holds prompts and answers"
     )
@@ -64,4 +74,14 @@ class SchedulerConfig(ServiceConfig):
         reserve, step = self.prefill_reserve_tokens, self.max_num_batched_tokens
         if reserve is not None and reserve > step // 2:
             raise ValueError(f"prefill_reserve_tokens is {reserve}, more than half of max_num_batched_tokens, {step}")
+        return self
+
+    @model_validator(mode="after")
+    def _scores_within_a_message(self) -> Self:
+        scores_bytes = self.max_num_batched_tokens * logprob_bytes(self.max_logprobs)
+        if scores_bytes > MAX_SCORES_BYTES:
+            raise ValueError(
+                f"max_logprobs is {self.max_logprobs}: with max_num_batched_tokens {self.max_num_batched_tokens} the "
+                f"prompt logprobs of a step may take {scores_bytes} bytes, more than {MAX_SCORES_BYTES}; lower one"
+            )
         return self

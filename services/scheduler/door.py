@@ -10,7 +10,7 @@ from triptych.inference.v1 import generation_pb2
 from services.common import sampling
 from services.common.contract import SAMPLING, SERVED_SAMPLING, Door
 from services.common.digests import DIGEST_BYTES
-from services.common.errors import invalid, unserved
+from services.common.errors import invalid
 from services.common.philox import derived_seed
 from services.scheduler.core.request import RequestKey, Submission
 
@@ -72,6 +72,7 @@ def read_submit(
     text_vocab_size: int,
     block_tokens: int,
     max_choices: int,
+    max_logprobs: int,
 ) -> Submission:
     """A request as the core takes it. Raises RequestError naming the field: INVALID_ARGUMENT or UNIMPLEMENTED.
 
@@ -89,10 +90,9 @@ def read_submit(
         raise invalid(
             "request_id", f"is {submit.request_id}, the last of its {submit.num_choices} choices has no uint64 number"
         )
-    if submit.HasField("logprobs") and submit.logprobs > 0:
-        raise unserved("logprobs", f"of {submit.logprobs} is not served yet, only 0: the id's own")
-    if submit.HasField("prompt_logprobs") and submit.prompt_logprobs > 0:
-        raise unserved("prompt_logprobs", f"of {submit.prompt_logprobs} is not served yet, only 0: the id's own")
+    for name in ("logprobs", "prompt_logprobs"):
+        if (wanted := getattr(submit, name)) > max_logprobs:
+            raise invalid(name, f"is {wanted}, the limit is --max-logprobs {max_logprobs}")
     if submit.min_tokens > submit.max_tokens:
         raise invalid("min_tokens", f"is {submit.min_tokens}, more than max_tokens {submit.max_tokens}")
     _check_sampling(submit.sampling, text_vocab_size)
@@ -153,7 +153,14 @@ def _check_digests(submit: engine_pb2.Submit, full_blocks: int, block_tokens: in
 
 def _check_sampling(sampled: generation_pb2.Sampling, vocab_size: int) -> None:
     values = {field.name: value for field, value in sampled.ListFields() if field.name in sampling.RANGES}
-    if (fault := sampling.fault(values, sampled.logit_bias.items(), vocab_size)) is not None:
+    for name in ("allowed_token_ids", "banned_token_ids"):
+        if (count := len(getattr(sampled, name))) > vocab_size:
+            raise invalid(f"sampling.{name}", f"has {count} ids, the vocabulary {vocab_size}; name each id once")
+    biases = sampled.logit_bias.items()
+    fault = sampling.fault(values, biases, vocab_size) or sampling.choice_fault(
+        sampled.allowed_token_ids, sampled.banned_token_ids, biases, vocab_size
+    )
+    if fault is not None:
         field, description = fault
         raise invalid(f"sampling.{field}", description)
 

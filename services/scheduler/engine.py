@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from typing import NoReturn
 
 from triptych.engine.v1 import engine_pb2
@@ -30,7 +31,7 @@ from services.scheduler.frontends import Frontends
 from services.scheduler.identity import Model
 from services.scheduler.kv_event_log import KvEventLog
 from services.scheduler.outbox import Outbox
-from services.scheduler.plan_codec import OwnLogprobs
+from services.scheduler.plan_codec import Logprob
 from services.scheduler.recording import Journal, RecordedScheduler
 from services.scheduler.self_test import SelfTest
 from services.scheduler.throughput import DrainRate, Throughput
@@ -120,6 +121,7 @@ class Engine:
                 text_vocab_size=self.model.text_vocab_size(core.limits.vocab_size),
                 block_tokens=core.limits.block_tokens,
                 max_choices=self.model.config.max_choices,
+                max_logprobs=self.model.config.max_logprobs,
             )
         except RequestError as error:
             self.refuse(number, submit.request_id, error)
@@ -366,7 +368,7 @@ class Engine:
 
     # -- outputs and deadlines
 
-    def _deliver(self, updates: Updates, logprobs: OwnLogprobs | None = None) -> None:
+    def _deliver(self, updates: Updates, logprobs: Mapping[int, Logprob] | None = None) -> None:
         self._self_test.settle(self.core, updates)
         for failure in updates.failed:
             if failure.key.frontend != self_test.FRONTEND:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import grpc
 from triptych.executor.v1 import executor_pb2
 
 from services.scheduler.core.step import ResultError, StepPlan, StepResult
-from services.scheduler.plan_codec import OwnLogprobs, deadline_ms, decode_result, encode_plan, fault_name
+from services.scheduler.plan_codec import Logprob, deadline_ms, decode_result, encode_plan, fault_name
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,8 @@ class Answer:
 
     plan: StepPlan
     result: StepResult
-    logprobs: OwnLogprobs | None
+    logprobs: Mapping[int, Logprob]
+    """by place in the result's ids"""
     step_s: float
 
 

@@ -11,9 +11,10 @@ from triptych.engine.v1 import engine_pb2
 from triptych.inference.v1 import generation_pb2
 
 from services.common.errors import RequestError
+from services.common.sampling import logprob_bytes
 from services.scheduler.core.request import Failure, FailureKind, FinishReason
 from services.scheduler.core.step import Finished, Scores, Started, Updates
-from services.scheduler.plan_codec import OwnLogprobs, column
+from services.scheduler.plan_codec import Logprob, column
 
 _STATUS = {
     FailureKind.INVALID: (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD"),
@@ -33,8 +34,8 @@ _REASON = {
 
 
 SCORES_A_MESSAGE = 32 * 1024
-"""Positions whose prompt logprobs one message holds at most: 256 KB. A step may make more, and a slow frontend lets
-several steps merge."""
+"""Ids of prompt positions and of alternatives to them whose logprobs one message holds at most: 256 KB. A step may make
+more, and a slow frontend lets several steps merge."""
 
 _SCORES_BYTES = 24
 """Around the columns of one request."""
@@ -42,15 +43,14 @@ _SCORES_BYTES = 24
 
 @dataclass
 class Outputs:
-    """One frontend's share of a step, or of several. `places`, `logprobs` and `ranks` are columns over some ids."""
+    """One frontend's share of a step, or of several. `places` and `logprobs` are columns over some of the ids."""
 
     step: int
     request_ids: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    ranks: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
     scores: list[tuple[int, Scores]] = field(default_factory=list)  # (request id, of prompt ids)
     started: list[engine_pb2.Started] = field(default_factory=list)
     finished: list[engine_pb2.Finished] = field(default_factory=list)
@@ -59,8 +59,11 @@ class Outputs:
     @property
     def size_bytes(self) -> int:
         """Roughly what it takes on the wire."""
-        columns = 12 * len(self.request_ids) + 4 * len(self.token_ids) + 12 * len(self.places)
-        columns += sum(_SCORES_BYTES + 8 * len(scores.logprobs) for _, scores in self.scores)
+        columns = 12 * len(self.request_ids) + 4 * len(self.token_ids)
+        columns += sum(4 + logprob_bytes(len(own.top_ids) // 4) for own in self.logprobs)
+        columns += sum(
+            _SCORES_BYTES + logprob_bytes(scores.top_ids.shape[1]) * len(scores.logprobs) for _, scores in self.scores
+        )
         events = 40 * len(self.started) + 30 * len(self.finished)
         return columns + events + sum(40 + len(failed.message) for failed in self.failed)
 
@@ -73,13 +76,13 @@ def failed_message(request_id: int, error: RequestError) -> engine_pb2.Failed:
 
 
 def split(
-    updates: Updates, logprobs: OwnLogprobs | None = None, retry_after_ms: int | None = None
+    updates: Updates, logprobs: Mapping[int, Logprob] | None = None, retry_after_ms: int | None = None
 ) -> dict[int, Outputs]:
-    """`updates` by the frontend that asked; `retry_after_ms` is told to those that found the queue full."""
-    known: dict[int, tuple[float, int]] = {}
-    if logprobs is not None:
-        values = zip(logprobs.logprobs.tolist(), logprobs.ranks.tolist(), strict=True)
-        known = dict(zip(logprobs.places.tolist(), values, strict=True))
+    """`updates` by the frontend that asked; `logprobs` are by place in the step's result.
+
+    `retry_after_ms` is told to those that found the queue full.
+    """
+    known = logprobs or {}
     shares: dict[int, Outputs] = {}
 
     def share(frontend: int) -> Outputs:
@@ -106,8 +109,8 @@ def split(
     return shares
 
 
-def _share_ids(updates: Updates, known: Mapping[int, tuple[float, int]], share: Callable[[int], Outputs]) -> None:
-    """`known` is log-probability and rank by place in the result."""
+def _share_ids(updates: Updates, known: Mapping[int, Logprob], share: Callable[[int], Outputs]) -> None:
+    """`known` is by place in the result."""
     at = 0
     for (frontend, request_id), count in zip(updates.keys, updates.counts, strict=True):
         mine = share(frontend)
@@ -116,8 +119,7 @@ def _share_ids(updates: Updates, known: Mapping[int, tuple[float, int]], share: 
         for i in range(at, at + count):
             if known and (own := known.get(updates.places[i])) is not None:
                 mine.places.append(len(mine.token_ids))
-                mine.logprobs.append(own[0])
-                mine.ranks.append(own[1])
+                mine.logprobs.append(own)
             mine.token_ids.append(updates.token_ids[i])
         at += count
 
@@ -127,7 +129,7 @@ def merge(shares: Sequence[Outputs]) -> Outputs:
     if len(shares) == 1:
         return shares[0]
     ids: dict[int, list[int]] = {}
-    marks: dict[int, list[tuple[int, float, int]]] = {}  # (position in the choice's ids, logprob, rank)
+    marks: dict[int, list[tuple[int, Logprob]]] = {}  # (position in the choice's ids, its logprob)
     merged = Outputs(shares[-1].step)
     for share in shares:
         at = mark = 0
@@ -135,7 +137,7 @@ def merge(shares: Sequence[Outputs]) -> Outputs:
             mine = ids.setdefault(request_id, [])
             while mark < len(share.places) and share.places[mark] < at + count:
                 position = len(mine) + share.places[mark] - at
-                marks.setdefault(request_id, []).append((position, share.logprobs[mark], share.ranks[mark]))
+                marks.setdefault(request_id, []).append((position, share.logprobs[mark]))
                 mark += 1
             mine += share.token_ids[at : at + count]
             at += count
@@ -144,24 +146,30 @@ def merge(shares: Sequence[Outputs]) -> Outputs:
         merged.finished += share.finished
         merged.failed += share.failed
     for request_id, mine in ids.items():
-        for position, logprob, rank in marks.get(request_id, ()):
+        for position, logprob in marks.get(request_id, ()):
             merged.places.append(len(merged.token_ids) + position)
             merged.logprobs.append(logprob)
-            merged.ranks.append(rank)
         merged.request_ids.append(request_id)
         merged.counts.append(len(mine))
         merged.token_ids += mine
     return merged
 
 
-def cut(outputs: Outputs, max_positions: int = SCORES_A_MESSAGE) -> tuple[Outputs, Outputs | None]:
-    """What fits the next message, and the rest, None where all fits. Prompt logprobs go first, as they came."""
-    if sum(len(scores.logprobs) for _, scores in outputs.scores) <= max_positions:
+def cut(outputs: Outputs, max_ids: int = SCORES_A_MESSAGE) -> tuple[Outputs, Outputs | None]:
+    """What fits the next message, and the rest, None where all fits. Prompt logprobs go first, as they came.
+
+    A position is an id and its alternatives; where even one has more than `max_ids`, it goes alone.
+    """
+    num_ids = sum(len(scores.logprobs) * (1 + scores.top_ids.shape[1]) for _, scores in outputs.scores)
+    if num_ids <= max_ids or sum(len(scores.logprobs) for _, scores in outputs.scores) == 1:
         return outputs, None
-    first, rest, room = Outputs(outputs.step), [], max_positions
+    first, rest, room = Outputs(outputs.step), [], max_ids
     for request_id, scores in outputs.scores:
-        taken = min(room, len(scores.logprobs))
-        room -= taken
+        each = 1 + scores.top_ids.shape[1]
+        taken = min(len(scores.logprobs), room // each)
+        if not taken and room == max_ids:
+            taken = 1
+        room = max(0, room - taken * each) if taken == len(scores.logprobs) else 0
         if taken:
             first.scores.append((request_id, scores.until(scores.start + taken)))
         if taken < len(scores.logprobs):
@@ -184,22 +192,33 @@ def encode(outputs: Outputs) -> engine_pb2.AttachResponse:
     )
     if outputs.places:
         every = len(outputs.places) == len(outputs.token_ids)
-        message.logprobs.CopyFrom(
-            generation_pb2.LogprobColumns(
-                places=b"" if every else column(outputs.places),
-                logprobs=np.array(outputs.logprobs, dtype="<f4").tobytes(),
-                ranks=column(outputs.ranks),
-            )
-        )
+        message.logprobs.CopyFrom(_logprobs(outputs.logprobs))
+        message.logprobs.places = b"" if every else column(outputs.places)
     return engine_pb2.AttachResponse(outputs=message)
 
 
+def _logprobs(logprobs: Sequence[Logprob]) -> generation_pb2.LogprobColumns:
+    counts = [len(own.top_ids) // 4 for own in logprobs]
+    return generation_pb2.LogprobColumns(
+        logprobs=np.array([own.logprob for own in logprobs], dtype="<f4").tobytes(),
+        ranks=column([own.rank for own in logprobs]),
+        top_counts=column(counts) if any(counts) else b"",
+        top_ids=b"".join(own.top_ids for own in logprobs),
+        top_logprobs=b"".join(own.top_logprobs for own in logprobs),
+    )
+
+
 def _scores(request_id: int, scores: Scores) -> engine_pb2.PromptLogprobs:
+    count, alternatives = scores.top_ids.shape
     return engine_pb2.PromptLogprobs(
         request_id=request_id,
         start=scores.start,
         logprobs=generation_pb2.LogprobColumns(
-            logprobs=scores.logprobs.astype("<f4").tobytes(), ranks=scores.ranks.astype("<u4").tobytes()
+            logprobs=scores.logprobs.astype("<f4").tobytes(),
+            ranks=scores.ranks.astype("<u4").tobytes(),
+            top_counts=column([alternatives] * count) if alternatives else b"",
+            top_ids=scores.top_ids.astype("<u4").tobytes(),
+            top_logprobs=scores.top_logprobs.astype("<f4").tobytes(),
         ),
     )
 

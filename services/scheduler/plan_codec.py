@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from triptych.executor.v1 import executor_pb2
+from triptych.inference.v1 import generation_pb2
 
 from services.scheduler.core.step import ResultError, Scores, Start, StepPlan, StepResult
 
@@ -18,13 +19,15 @@ DEADLINE_MS_PER_TOKEN = 200
 """Five times what a CPU at 25 tokens a second needs. Generous: an executor that is over it ends itself."""
 
 
-@dataclass(frozen=True, eq=False)
-class OwnLogprobs:
-    """Log-probability and rank of sampled ids; `places` index the result's ids and rise."""
+class Logprob(NamedTuple):
+    """Of a sampled id: natural, and rank from 1. Its alternatives are columns of the contract, passed on unread."""
 
-    places: npt.NDArray[np.uint32]
-    logprobs: npt.NDArray[np.float32]
-    ranks: npt.NDArray[np.uint32]
+    logprob: float
+    rank: int
+    top_ids: bytes = b""
+    """[k] uint32"""
+    top_logprobs: bytes = b""
+    """[k] float32"""
 
 
 def deadline_ms(plan: StepPlan) -> int:
@@ -68,8 +71,11 @@ def _encode_start(start: Start) -> executor_pb2.NewRequest:
     return message
 
 
-def decode_result(message: executor_pb2.StepResult, rows: int) -> tuple[StepResult, OwnLogprobs | None]:
-    """A result for a plan of `rows` rows. Raises ResultError where a column's shape is impossible."""
+def decode_result(message: executor_pb2.StepResult, rows: int) -> tuple[StepResult, dict[int, Logprob]]:
+    """A result for a plan of `rows` rows, and logprobs by place in its ids.
+
+    Raises ResultError where a column's shape is impossible.
+    """
     counts = _numbers("token_counts", message.token_counts)
     if len(counts) > rows:
         raise ResultError(f"step {message.step} has {rows} rows, its result counts {len(counts)}")
@@ -85,33 +91,59 @@ def decode_result(message: executor_pb2.StepResult, rows: int) -> tuple[StepResu
     return result, _decode_logprobs(message, len(token_ids))
 
 
-def _decode_logprobs(message: executor_pb2.StepResult, num_ids: int) -> OwnLogprobs | None:
+def _decode_logprobs(message: executor_pb2.StepResult, num_ids: int) -> dict[int, Logprob]:
     if not message.HasField("logprobs") or not message.logprobs.logprobs:
-        return None
+        return {}
     columns = message.logprobs
     places = _numbers("logprobs.places", columns.places) if columns.places else np.arange(num_ids, dtype=np.uint32)
-    logprobs = _numbers("logprobs.logprobs", columns.logprobs).view("<f4")
-    ranks = _numbers("logprobs.ranks", columns.ranks)
-    if not len(places) == len(logprobs) == len(ranks):
-        shapes = f"{len(places)} places, {len(logprobs)} logprobs, {len(ranks)} ranks"
-        raise ResultError(f"step {message.step}: {shapes} are not of one shape")
+    logprobs, ranks, counts = _own("logprobs", columns)
+    if len(places) != len(logprobs):
+        raise ResultError(f"step {message.step}: {len(logprobs)} logprobs have {len(places)} places")
     if len(places) and int(places.max()) >= num_ids:
         raise ResultError(f"step {message.step}: a logprob for id {int(places.max())} of {num_ids}")
-    return OwnLogprobs(places, logprobs, ranks)
+    own = zip(places.tolist(), logprobs.tolist(), ranks.tolist(), strict=True)
+    if not counts.any():
+        return {place: Logprob(logprob, rank) for place, logprob, rank in own}
+    ends = (4 * np.cumsum(counts, dtype=np.int64)).tolist()
+    ids, tops = columns.top_ids, columns.top_logprobs
+    return {
+        place: Logprob(logprob, rank, ids[start:stop], tops[start:stop])
+        for (place, logprob, rank), (start, stop) in zip(own, pairwise([0, *ends]), strict=True)
+    }
 
 
 def _decode_scores(message: executor_pb2.StepResult) -> dict[int, Scores]:
     scores = {}
     for told in message.prompt_logprobs:
-        logprobs = _numbers("prompt_logprobs.logprobs", told.logprobs.logprobs).view("<f4")
-        ranks = _numbers("prompt_logprobs.ranks", told.logprobs.ranks)
-        if told.slot in scores or len(logprobs) != len(ranks) or told.logprobs.places:
+        logprobs, ranks, counts = _own("prompt_logprobs", told.logprobs)
+        if told.slot in scores or told.logprobs.places or len(set(counts.tolist())) > 1:
             raise ResultError(
-                f"step {message.step}: prompt logprobs of slot {told.slot} come twice, or with places, or "
-                f"{len(logprobs)} logprobs have {len(ranks)} ranks"
+                f"step {message.step}: prompt logprobs of slot {told.slot} come twice, or with places, or with more "
+                "alternatives to one position than to another"
             )
-        scores[told.slot] = Scores(told.start, logprobs, ranks)
+        shape = (len(logprobs), int(counts[0]) if len(counts) else 0)
+        top_ids = _numbers("prompt_logprobs.top_ids", told.logprobs.top_ids).reshape(shape)
+        top = np.frombuffer(told.logprobs.top_logprobs, "<f4").reshape(shape)
+        scores[told.slot] = Scores(told.start, logprobs, ranks, top_ids, top)
     return scores
+
+
+def _own(
+    name: str, columns: generation_pb2.LogprobColumns
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+    """Logprobs, ranks and counts of alternatives, each [n]; the alternatives are as many as is counted."""
+    logprobs = _numbers(f"{name}.logprobs", columns.logprobs).view("<f4")
+    ranks = _numbers(f"{name}.ranks", columns.ranks)
+    counts = _numbers(f"{name}.top_counts", columns.top_counts)
+    if not columns.top_counts:
+        counts = np.zeros(len(logprobs), np.uint32)
+    total = 4 * int(counts.sum(dtype=np.int64))
+    if not len(logprobs) == len(ranks) == len(counts) or not total == len(columns.top_ids) == len(columns.top_logprobs):
+        raise ResultError(
+            f"{name}: {len(logprobs)} logprobs, {len(ranks)} ranks, {len(counts)} counts of {total // 4} alternatives, "
+            f"{len(columns.top_ids)} bytes of their ids and {len(columns.top_logprobs)} of their logprobs do not fit"
+        )
+    return logprobs, ranks, counts
 
 
 def column(numbers: Sequence[int], kind: str = "I") -> bytes:

@@ -17,7 +17,7 @@ import logging
 import os
 import queue
 import threading
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -182,16 +182,28 @@ def result_from_json(values: dict[str, Any]) -> StepResult:
 
 
 def scores_to_json(slot: int, scores: Scores) -> list[Any]:
-    """Columns in base64, to the bit."""
+    """Columns in base64, to the bit; how many alternatives a position has stands before those."""
     columns = (scores.logprobs.astype("<f4"), scores.ranks.astype("<u4"))
-    return [slot, scores.start, *(_text(column.tobytes()) for column in columns)]
+    told: list[Any] = [slot, scores.start, *(_text(column.tobytes()) for column in columns)]
+    if alternatives := scores.top_ids.shape[1]:
+        tops = (scores.top_ids.astype("<u4"), scores.top_logprobs.astype("<f4"))
+        told += [alternatives, *(_text(column.tobytes()) for column in tops)]
+    return told
 
 
 def scores_from_json(values: list[Any]) -> tuple[int, Scores]:
     """What `scores_to_json` wrote."""
-    slot, start, logprobs, ranks = values
-    return slot, Scores(
+    slot, start, logprobs, ranks, *tops = values
+    plain = Scores.plain(
         start, np.frombuffer(base64.b64decode(logprobs), "<f4"), np.frombuffer(base64.b64decode(ranks), "<u4")
+    )
+    if not tops:
+        return slot, plain
+    alternatives, ids, top = tops
+    return slot, replace(
+        plain,
+        top_ids=np.frombuffer(base64.b64decode(ids), "<u4").reshape(-1, alternatives),
+        top_logprobs=np.frombuffer(base64.b64decode(top), "<f4").reshape(-1, alternatives),
     )
 
 

@@ -126,7 +126,14 @@ def test_S1_the_scheduler_refuses_that_request_alone_so_that_no_epoch_is_lost(to
         with pytest.raises(RequestError) as caught:
             submit = engine_pb2.Submit(**(fields | change))
             door.read_submit(
-                submit, 1, 0, vocab_size=PADDED, text_vocab_size=VOCAB_SIZE, block_tokens=16, max_choices=1
+                submit,
+                1,
+                0,
+                vocab_size=PADDED,
+                text_vocab_size=VOCAB_SIZE,
+                block_tokens=16,
+                max_choices=1,
+                max_logprobs=20,
             )
         assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT and caught.value.violations[0].field == field
 

@@ -155,7 +155,7 @@ def job(length: int, **options: Any) -> Job:
 
 
 def scores(start: int, count: int, logprob: float = -1.0) -> Outputs:
-    return Outputs(scores=(Scores(start, np.full(count, logprob, np.float32), np.ones(count, np.uint32)),))
+    return Outputs(scores=(Scores.plain(start, np.full(count, logprob, np.float32), np.ones(count, np.uint32)),))
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ class LongTokens:
 def test_messages_of_prompt_logprobs_are_bounded_in_bytes_and_positions(message_bytes: int) -> None:
     length = 3000
     asked = job(length, prompt_logprobs=0)
-    worst = Scores(1, np.full(length - 1, -9999, np.float32), np.full(length - 1, 2**32 - 1, np.uint32))
+    worst = Scores.plain(1, np.full(length - 1, -9999, np.float32), np.full(length - 1, 2**32 - 1, np.uint32))
     pieces = list(responses.prompt_logprobs(asked, worst, LongTokens(), message_bytes))  # type: ignore[arg-type]
     assert max(piece.ByteSize() for piece in pieces) <= message_bytes + 16  # its own header
     assert max(len(piece.positions) for piece in pieces) <= 1024 + 1

@@ -17,7 +17,7 @@ from services.scheduler.core.request import Failure, FailureKind, RequestKey
 from services.scheduler.core.step import Updates
 from services.scheduler.outbox import MAX_PENDING_ANSWERS, Outbox
 from services.scheduler.outputs import Outputs, encode, merge, split
-from services.scheduler.plan_codec import OwnLogprobs
+from services.scheduler.plan_codec import Logprob
 
 
 def numbers(data: bytes, dtype: str = "<u4") -> list[Any]:
@@ -33,30 +33,36 @@ def test_a_step_is_split_by_frontend_with_the_logprobs_of_those_who_asked() -> N
         places=[0, 2, 3],  # place 1 was of a request that has ended
         failed=[Failure(RequestKey(2, 7), FailureKind.DEADLINE, "late")],
     )
-    logprobs = OwnLogprobs(
-        places=np.array([1, 2, 3], dtype=np.uint32),
-        logprobs=np.array([-9, -0.5, -0.25], dtype=np.float32),
-        ranks=np.array([9, 2, 1], dtype=np.uint32),
-    )
+    logprobs = {1: Logprob(-9, 9), 2: Logprob(-0.5, 2, b"abcd", b"efgh"), 3: Logprob(-0.25, 1)}
     shares = split(updates, logprobs)
     assert sorted(shares) == [1, 2]
     assert (shares[1].request_ids, shares[1].token_ids) == ([5, 6], [10, 30])
-    assert (shares[1].places, shares[1].logprobs, shares[1].ranks) == ([1], [-0.25], [1])
-    assert (shares[2].token_ids, shares[2].places, shares[2].logprobs) == ([20], [0], [-0.5])
+    assert (shares[1].places, shares[1].logprobs) == ([1], [logprobs[3]])
+    assert (shares[2].token_ids, shares[2].places, shares[2].logprobs) == ([20], [0], [logprobs[2]])
     assert [failed.request_id for failed in shares[2].failed] == [7]
 
 
 def test_columns_are_left_out_where_the_contract_lets_them() -> None:
-    one_each = Outputs(3, [7, 2**40], [1, 1], [4, 5], [0, 1], [-1.0, -2.0], [1, 3])
+    one_each = Outputs(3, [7, 2**40], [1, 1], [4, 5], [0, 1], [Logprob(-1.0, 1), Logprob(-2.0, 3)])
     message = encode(one_each).outputs
     assert numbers(message.request_ids, "<u8") == [7, 2**40]
     assert message.token_counts == b"" and numbers(message.token_ids) == [4, 5]
     assert message.logprobs.places == b"" and numbers(message.logprobs.logprobs, "<f4") == [-1.0, -2.0]
-    several = Outputs(3, [7, 8], [2, 1], [4, 5, 6], [1], [-1.0], [1])
+    assert not message.logprobs.top_counts and not message.logprobs.top_ids
+    several = Outputs(3, [7, 8], [2, 1], [4, 5, 6], [1], [Logprob(-1.0, 1)])
     message = encode(several).outputs
     assert numbers(message.token_counts) == [2, 1]
     assert numbers(message.logprobs.places) == [1]
     assert not encode(Outputs(3)).outputs.HasField("logprobs")
+    two = Logprob(-1.0, 1, np.uint32([8, 9]).tobytes(), np.float32([-0.5, -0.75]).tobytes())
+    uneven = Outputs(3, [7, 8], [2, 1], [4, 5, 6], [0, 2], [two, Logprob(-3.0, 2)])
+    message = encode(uneven).outputs
+    assert numbers(message.logprobs.places) == [0, 2] and numbers(message.logprobs.top_counts) == [2, 0]
+    assert numbers(message.logprobs.top_ids) == [8, 9] and numbers(message.logprobs.top_logprobs, "<f4") == [
+        -0.5,
+        -0.75,
+    ]
+    assert uneven.size_bytes - Outputs(3, [7, 8], [2, 1], [4, 5, 6]).size_bytes == 2 * 12 + 4 + 16
 
 
 steps = st.lists(st.dictionaries(st.integers(1, 5), st.lists(st.integers(0, 99), min_size=1, max_size=3)), max_size=6)
@@ -76,8 +82,7 @@ def test_merged_outputs_say_of_each_choice_what_the_steps_said(steps: list[dict[
                 logprob = -float(rng.randint(0, 50)) if request_id % 2 else None
                 if logprob is not None:
                     share.places.append(len(share.token_ids))
-                    share.logprobs.append(logprob)
-                    share.ranks.append(token_id + 1)
+                    share.logprobs.append(Logprob(logprob, token_id + 1))
                 share.token_ids.append(token_id)
                 expected.setdefault(request_id, []).append((token_id, logprob))
         share.finished.append(engine_pb2.Finished(request_id=number))
@@ -85,16 +90,16 @@ def test_merged_outputs_say_of_each_choice_what_the_steps_said(steps: list[dict[
     merged = merge(shares)
     assert merged.step == len(steps) - 1
     assert [end.request_id for end in merged.finished] == list(range(len(steps)))
-    marks = dict(zip(merged.places, zip(merged.logprobs, merged.ranks, strict=True), strict=True))
+    marks = dict(zip(merged.places, merged.logprobs, strict=True))
     found: dict[int, list[tuple[int, float | None]]] = {}
     at = 0
     for request_id, count in zip(merged.request_ids, merged.counts, strict=True):
         assert request_id not in found
         found[request_id] = []
         for place in range(at, at + count):
-            logprob, rank = marks.get(place, (None, merged.token_ids[place] + 1))
-            assert rank == merged.token_ids[place] + 1
-            found[request_id].append((merged.token_ids[place], logprob))
+            own = marks.get(place)
+            assert own is None or own.rank == merged.token_ids[place] + 1
+            found[request_id].append((merged.token_ids[place], None if own is None else own.logprob))
         at += count
     assert found == expected
     assert merged.places == sorted(merged.places)

@@ -215,9 +215,12 @@ async def test_a_scheduler_records_what_its_frontends_ask(model: Path, tmp_path:
     assert done.difference is None and done.plans >= 5
 
 
-def test_prompt_logprobs_of_a_result_survive_the_file() -> None:
-    scores = Scores(3, np.float32([-0.1, -9999]), np.uint32([1, 2**32 - 1]))
+@pytest.mark.parametrize("alternatives", [0, 1, 3])
+def test_prompt_logprobs_of_a_result_survive_the_file(alternatives: int) -> None:
+    ids = np.arange(2 * alternatives, dtype=np.uint32).reshape(2, alternatives)
+    scores = Scores(3, np.float32([-0.1, -9999]), np.uint32([1, 2**32 - 1]), ids, ids.astype(np.float32) / -3)
     values = json.loads(json.dumps([scores_to_json(7, scores)]))
     read = result_from_json({"step": 1, "token_counts": [0], "token_ids": [], "failed": [], "scores": values}).scores
     assert list(read) == [7] and read[7].start == 3
     assert read[7].logprobs.tolist() == scores.logprobs.tolist() and read[7].ranks.tolist() == scores.ranks.tolist()
+    assert read[7].top_ids.tolist() == ids.tolist() and read[7].top_logprobs.tolist() == scores.top_logprobs.tolist()

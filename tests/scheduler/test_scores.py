@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -14,6 +15,10 @@ from triptych.inference.v1 import generation_pb2
 
 from loadtest.stub_batch import expected_ids, own_logprob
 from loadtest.stub_executor import Faults, StubExecutor
+from loadtest.stub_logprobs import alternatives
+from loadtest.stub_logprobs import columns as stub_columns
+from services.common.server import MAX_MESSAGE_BYTES
+from services.scheduler.config import MAX_SCORES_BYTES, SchedulerConfig
 from services.scheduler.core.request import FailureKind, FinishReason
 from services.scheduler.core.step import ResultError, Scores, StepResult
 from services.scheduler.outbox import Outbox
@@ -24,7 +29,9 @@ from tests.support.core_driver import CoreDriver
 
 
 def scores(start: int, count: int) -> Scores:
-    return Scores(start, -np.arange(start, start + count, dtype=np.float32), np.arange(count, dtype=np.uint32) + 1)
+    return Scores.plain(
+        start, -np.arange(start, start + count, dtype=np.float32), np.arange(count, dtype=np.uint32) + 1
+    )
 
 
 def positions(spans: list[tuple[int, Scores]], request_id: int) -> list[int]:
@@ -157,7 +164,7 @@ def test_merged_outputs_are_cut_into_messages_whose_prompt_logprobs_come_before_
     told: list[Outputs] = []
     rest: Outputs | None = merged
     while rest is not None:
-        taken, rest = cut(rest, max_positions=3)
+        taken, rest = cut(rest, max_ids=3)
         told.append(taken)
     assert [sum(len(entry.logprobs) for _, entry in part.scores) for part in told] == [3, 3, 3, 2]
     assert [part.token_ids for part in told] == [[], [], [], [50]]
@@ -222,11 +229,70 @@ async def test_a_slow_frontend_gets_every_position_in_messages_of_bounded_size(t
         assert all(mine.ids == expected_ids(range(300), n, 300, 512) for n, mine in enumerate(told))
 
 
-async def test_alternatives_to_prompt_ids_are_refused_by_name(model: Path) -> None:
-    async with bench(model) as b:
-        told = await b.frontend.run([1, 2], prompt_logprobs=1)
-        assert told.code is grpc.StatusCode.UNIMPLEMENTED
-        assert told.failed is not None and "prompt_logprobs of 1" in told.failed.message
+@pytest.mark.parametrize("budget", [5, 256])
+async def test_alternatives_to_prompt_ids_and_output_ids_reach_those_who_asked(model: Path, budget: int) -> None:
+    async with bench(model, max_num_batched_tokens=budget, max_num_seqs=8) as b:
+        prompts = [list(range(n, n + length)) for n, length in enumerate((2, 16, 33))]
+        told = [
+            await b.frontend.submit(prompt, prompt_logprobs=5 * n, logprobs=20 - 10 * n, max_tokens=6)
+            for n, prompt in enumerate(prompts)
+        ]
+        await finished(*told)
+        for n, (prompt, mine) in enumerate(zip(prompts, told, strict=True)):
+            assert mine.scores == [own_logprob(token_id) for token_id in prompt[1:]]
+            assert mine.score_tops == [alternatives(token_id, 5 * n) for token_id in prompt[1:]]
+            assert len(mine.ids) == 6 and mine.tops == [alternatives(token_id, 20 - 10 * n) for token_id in mine.ids]
+
+
+def test_alternatives_that_do_not_fit_their_counts_are_an_impossible_result() -> None:
+    good = stub_columns([(-1.0, 1), (-2.0, 2)], [[(5, -0.5)], [(6, -0.25)]])
+    result, _ = decode_result(
+        executor_pb2.StepResult(step=1, prompt_logprobs=[executor_pb2.PromptLogprobs(slot=7, start=1, logprobs=good)]),
+        2,
+    )
+    assert result.scores[7].top_ids.tolist() == [[5], [6]] and result.scores[7].since(2).top_ids.tolist() == [[6]]
+    token_ids = np.uint32([3, 4]).tobytes()
+    _, own = decode_result(executor_pb2.StepResult(step=1, token_ids=token_ids, logprobs=good), 2)
+    assert own[1].top_ids == np.uint32([6]).tobytes() and own[0].top_logprobs == np.float32([-0.5]).tobytes()
+    for name, value in (
+        ("top_ids", b""),
+        ("top_logprobs", b"\0" * 12),
+        ("top_counts", np.uint32([2, 0, 0]).tobytes()),
+        ("top_counts", np.uint32([2**32 - 1, 2**32 - 1]).tobytes()),
+        ("top_counts", b""),
+    ):
+        bad = generation_pb2.LogprobColumns()
+        bad.CopyFrom(good)
+        setattr(bad, name, value)
+        entry = executor_pb2.PromptLogprobs(slot=7, start=1, logprobs=bad)
+        for message in (
+            executor_pb2.StepResult(step=1, prompt_logprobs=[entry]),
+            executor_pb2.StepResult(step=1, token_ids=token_ids, logprobs=bad),
+        ):
+            with pytest.raises(ResultError, match="do not fit"):
+                decode_result(message, 2)
+    uneven = stub_columns([(-1.0, 1), (-2.0, 2)], [[(5, -0.5)], []])
+    with pytest.raises(ResultError, match="more alternatives to one position"):
+        entry = executor_pb2.PromptLogprobs(slot=7, start=1, logprobs=uneven)
+        decode_result(executor_pb2.StepResult(step=1, prompt_logprobs=[entry]), 2)
+
+
+def test_messages_count_alternatives_too_and_a_position_with_more_than_one_may_hold_goes_alone() -> None:
+    wide = replace(scores(1, 5), top_ids=np.zeros((5, 3), np.uint32), top_logprobs=np.zeros((5, 3), np.float32))
+    for limit, expected in ((3, [1, 1, 1, 1, 1]), (8, [2, 2, 1]), (19, [4, 1]), (20, [5])):
+        told, rest = [], Outputs(1, scores=[(1, wide)])
+        while rest is not None:
+            taken, rest = cut(rest, max_ids=limit)
+            told.append(taken)
+        assert [sum(len(entry.logprobs) for _, entry in part.scores) for part in told] == expected
+        assert positions([span for part in told for span in part.scores], 1) == [1, 2, 3, 4, 5]
+
+
+def test_a_step_whose_prompt_logprobs_pass_a_message_is_refused_at_the_start() -> None:
+    assert MAX_SCORES_BYTES <= MAX_MESSAGE_BYTES // 2
+    assert SchedulerConfig(max_num_batched_tokens=8192, max_logprobs=500, model="m").max_logprobs == 500
+    with pytest.raises(ValueError, match="prompt logprobs of a step may take 65634304 bytes, more than 33554432"):
+        SchedulerConfig(max_num_batched_tokens=8192, max_logprobs=1000, model="m")
 
 
 def test_the_contract_counts_positions_from_1() -> None:

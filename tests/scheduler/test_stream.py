@@ -16,6 +16,7 @@ from triptych.inference.v1 import generation_pb2
 
 from loadtest.stub_batch import expected_ids, own_logprob
 from loadtest.stub_executor import StubExecutor
+from loadtest.stub_logprobs import alternatives
 from tests.support.attached import Frontend, Told, bench, finished, ids_column, until, until_idle
 
 VOCAB = 512
@@ -53,7 +54,7 @@ async def test_the_hello_says_what_the_engine_is(model: Path) -> None:
         assert (hello.version, hello.model, hello.vocab_size, hello.block_tokens) == (1, "mine", VOCAB, 8)
         # 41 blocks fit, one is the null block: 40 x 8 tokens, less than the model's 1024.
         assert (hello.pool_tokens, hello.context_tokens) == (320, 320)
-        assert (hello.max_choices, hello.max_logprobs) == (16, 0)
+        assert (hello.max_choices, hello.max_logprobs) == (16, 20)
         assert hello.engine_id and hello.fragment_bytes == 256 * 1024
         parts = ["cd" * 32, b.server.engine.model.tokenizer_hash, "float32", "float32"]
         assert hello.fingerprint == hashlib.sha256("\n".join(parts).encode()).hexdigest()
@@ -217,8 +218,6 @@ UNSERVED = {
     "traceparent": "00-0-0-01",
     "tracestate": "a=b",
     "resumed": [engine_pb2.Submit.Resumed(choice=0)],
-    "logprobs": 1,
-    "sampling": generation_pb2.Sampling(allowed_token_ids=[1]),
 }
 
 
@@ -239,6 +238,20 @@ async def test_a_field_that_is_not_served_fails_its_request_alone(model: Path, f
         ({"prompt": []}, "at least 1 of each"),
         ({"max_tokens": 0}, "at least 1 of each"),
         ({"stop_ids": [512]}, "stop_ids: holds id 512"),
+        ({"logprobs": 21}, "logprobs: is 21, the limit is --max-logprobs 20"),
+        ({"prompt_logprobs": 2**32 - 1}, "prompt_logprobs: is 4294967295, the limit is --max-logprobs 20"),
+        (
+            {"sampling": generation_pb2.Sampling(allowed_token_ids=[1, 512])},
+            "sampling.allowed_token_ids[1]: is 512; ids lie below the vocabulary size, 512",
+        ),
+        (
+            {"sampling": generation_pb2.Sampling(banned_token_ids=range(512))},
+            "sampling.banned_token_ids: leaves no id to draw",
+        ),
+        (
+            {"sampling": generation_pb2.Sampling(banned_token_ids=[1] * 513)},
+            "sampling.banned_token_ids: has 513 ids, the vocabulary 512",
+        ),
         (
             {"sampling": generation_pb2.Sampling(temperature=1000.0)},
             "sampling.temperature: is 1000, not in [0, 100]",
@@ -381,7 +394,7 @@ async def test_outputs_for_a_slow_reader_merge_and_lose_nothing(model: Path) -> 
     async with bench(model, num_kv_blocks=1000, max_num_seqs=64) as b, Frontend(b.server, window_bytes=4096) as slow:
         await slow.greeted()
         slow.pause()
-        told = [await slow.submit([n + 1], max_tokens=800, seed=n, logprobs=0) for n in range(15)]
+        told = [await slow.submit([n + 1], max_tokens=800, seed=n, logprobs=n % 3) for n in range(15)]
         quick = await b.frontend.run([1, 2, 3], max_tokens=800)
         assert quick.finished
         await until(lambda: b.server.engine.core.num_requests == 0, timeout_s=60)
@@ -391,6 +404,7 @@ async def test_outputs_for_a_slow_reader_merge_and_lose_nothing(model: Path) -> 
         for n, mine in enumerate(told):
             assert mine.ids == expected_ids([n + 1], n, 800, VOCAB)
             assert mine.logprobs == [own_logprob(token_id) for token_id in mine.ids]
+            assert mine.tops == [alternatives(token_id, n % 3) for token_id in mine.ids]
         assert len(slow.outputs) < messages  # its messages hold several steps
         counts = [np.frombuffer(outputs.token_counts, dtype="<u4") for outputs in slow.outputs]
         assert max(int(column.max()) for column in counts if len(column)) > 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any
 import grpc
 import numpy as np
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc
+from triptych.inference.v1 import generation_pb2
 
 from loadtest.stub_executor import StubExecutor
 from services.common.server import channel_options
@@ -20,6 +22,9 @@ from services.scheduler.config import SchedulerConfig
 from services.scheduler.server import SchedulerServer
 
 TIMEOUT_S = 20.0
+
+Top = list[tuple[int, float]]
+"""(id, logprob) of alternatives, likeliest first."""
 
 
 def write_model(folder: Path, *, vocab_size: int = 512, context_tokens: int = 1024) -> Path:
@@ -80,7 +85,9 @@ class Told:
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[tuple[float, int]] = field(default_factory=list)
+    tops: list[Top] = field(default_factory=list)  # alternatives to each of them
     scores: list[tuple[float, int]] = field(default_factory=list)  # of the prompt's ids, from position 1
+    score_tops: list[Top] = field(default_factory=list)
     started: engine_pb2.Started | None = None
     finished: engine_pb2.Finished | None = None
     failed: engine_pb2.Failed | None = None
@@ -236,7 +243,8 @@ class Frontend:
         for request_id, count in zip(request_ids, counts, strict=True):
             told = self._of(request_id)
             told.ids += token_ids[at : at + count]
-            told.logprobs += [logprobs[i] for i in range(at, at + count) if i in logprobs]
+            told.logprobs += [logprobs[i][0] for i in range(at, at + count) if i in logprobs]
+            told.tops += [logprobs[i][1] for i in range(at, at + count) if i in logprobs]
             told.first.set()
             at += count
         for finished_ in outputs.finished:
@@ -252,9 +260,9 @@ class Frontend:
         told = self._of(entry.request_id)
         assert not told.ids, "prompt logprobs after an id"
         assert entry.start == len(told.scores) + 1, "a position twice, or one left out"
-        logprobs = np.frombuffer(entry.logprobs.logprobs, dtype="<f4").tolist()
-        ranks = np.frombuffer(entry.logprobs.ranks, dtype="<u4").tolist()
-        told.scores += zip(logprobs, ranks, strict=True)
+        own, tops = _columns(entry.logprobs)
+        told.scores += own
+        told.score_tops += tops
 
     def _of(self, request_id: int) -> Told:
         told = self.told.setdefault(request_id, Told())
@@ -276,14 +284,27 @@ def ids_column(ids: Sequence[int]) -> bytes:
     return np.array(list(ids), dtype="<u4").tobytes()
 
 
-def _logprobs(outputs: engine_pb2.StepOutputs, num_ids: int) -> dict[int, tuple[float, int]]:
-    columns = outputs.logprobs
+def _logprobs(outputs: engine_pb2.StepOutputs, num_ids: int) -> dict[int, tuple[tuple[float, int], Top]]:
+    own, tops = _columns(outputs.logprobs)
+    places = np.frombuffer(outputs.logprobs.places, dtype="<u4").tolist()
+    if own and not places:
+        assert len(own) == num_ids
+        places = list(range(num_ids))
+    return dict(zip(places, zip(own, tops, strict=True), strict=True))
+
+
+def _columns(columns: generation_pb2.LogprobColumns) -> tuple[list[tuple[float, int]], list[Top]]:
+    """(logprob, rank) of each id, and its alternatives."""
     values = np.frombuffer(columns.logprobs, dtype="<f4").tolist()
-    if not values:
-        return {}
-    places = np.frombuffer(columns.places, dtype="<u4").tolist() or list(range(num_ids))
     ranks = np.frombuffer(columns.ranks, dtype="<u4").tolist()
-    return dict(zip(places, zip(values, ranks, strict=True), strict=True))
+    counts = np.frombuffer(columns.top_counts, dtype="<u4").tolist() or [0] * len(values)
+    ids = np.frombuffer(columns.top_ids, dtype="<u4").tolist()
+    logprobs = np.frombuffer(columns.top_logprobs, dtype="<f4").tolist()
+    flat = list(zip(ids, logprobs, strict=True))
+    assert len(flat) == sum(counts) and len(counts) == len(values)
+    ends = list(itertools.accumulate(counts))
+    tops = [flat[end - count : end] for count, end in zip(counts, ends, strict=True)]
+    return list(zip(values, ranks, strict=True)), tops
 
 
 @dataclass

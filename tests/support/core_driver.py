@@ -239,7 +239,7 @@ class CoreDriver:
             if row.scored:
                 own = [own_logprob(row.slot.ids[position]) for position in row.scored]
                 logprobs, ranks = zip(*own, strict=True)
-                scores[row.number] = Scores(
+                scores[row.number] = Scores.plain(
                     row.scored.start, np.array(logprobs, dtype=np.float32), np.array(ranks, dtype=np.uint32)
                 )
             if not row.samples:

@@ -63,11 +63,24 @@ class StepPlan:
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """Logprobs (natural, float32 [n]) and ranks (from 1, uint32 [n]) of the prompt ids from position `start` on."""
+    """Logprobs (natural, float32 [n]) and ranks (from 1, uint32 [n]) of the prompt ids from position `start` on.
+
+    All of them have equally many alternatives, perhaps none.
+    """
 
     start: int
     logprobs: npt.NDArray[np.float32]
     ranks: npt.NDArray[np.uint32]
+    top_ids: npt.NDArray[np.uint32]
+    """[n, k] the likeliest ids of each position, likeliest first"""
+    top_logprobs: npt.NDArray[np.float32]
+    """[n, k]"""
+
+    @classmethod
+    def plain(cls, start: int, logprobs: npt.NDArray[np.float32], ranks: npt.NDArray[np.uint32]) -> Scores:
+        """Without alternatives."""
+        none = np.zeros((len(logprobs), 0))
+        return cls(start, logprobs, ranks, none.astype(np.uint32), none.astype(np.float32))
 
     @property
     def stop(self) -> int:
@@ -77,12 +90,15 @@ class Scores:
     def since(self, position: int) -> Scores:
         """Those from `position` on, perhaps none."""
         skipped = max(0, position - self.start)
-        return Scores(self.start + skipped, self.logprobs[skipped:], self.ranks[skipped:])
+        return self._cut(slice(skipped, None), self.start + skipped)
 
     def until(self, position: int) -> Scores:
         """Those before `position`."""
         kept = max(0, position - self.start)
-        return Scores(self.start, self.logprobs[:kept], self.ranks[:kept])
+        return self._cut(slice(kept), self.start)
+
+    def _cut(self, span: slice, start: int) -> Scores:
+        return Scores(start, self.logprobs[span], self.ranks[span], self.top_ids[span], self.top_logprobs[span])
 
 
 @dataclass(frozen=True, eq=False)
