@@ -168,6 +168,16 @@ HUGE: dict[str, tuple[Callable[[], Message], grpc.StatusCode, str]] = {
         grpc.StatusCode.INVALID_ARGUMENT,
         "options.sampling.logit_bias",
     ),
+    "allowed ids": (
+        lambda: Options(sampling=generation_pb2.Sampling(allowed_token_ids=range(10**6))),
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "options.sampling.allowed_token_ids",
+    ),
+    "banned ids": (
+        lambda: Options(sampling=generation_pb2.Sampling(banned_token_ids=[1] * 10**6)),
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "options.sampling.banned_token_ids",
+    ),
     "a salt": (lambda: Options(cache_salt="a" * 10**6), grpc.StatusCode.INVALID_ARGUMENT, "options.cache_salt"),
     "held ids": (
         lambda: Options(min_delta_tokens=2**32 - 1),
@@ -274,7 +284,7 @@ async def test_S8_every_limit_is_told_under_its_configuration_key(served: Served
     keys = {key for key in FrontendConfig.model_fields if key.startswith("max_")}
     assert set(limits) == keys
     assert (limits["max_prompt_bytes"], limits["max_messages"], limits["max_detokenize_ids"]) == (100, 3, 5)
-    assert (limits["max_choices"], limits["max_logprobs"]) == (16, 0)  # what is served, of what is configured
+    assert (limits["max_choices"], limits["max_logprobs"]) == (16, 20)
 
 
 async def test_G6_a_prompt_past_the_message_limit_is_refused_with_both_sizes(model: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,13 @@ async def test_S1_an_id_outside_the_tokenizer_is_refused_at_the_door_in_every_fi
             by_ids([10], inference_pb2.Options(sampling=Sampling(logit_bias={3: 1, token_id: 1}))),
             f"options.sampling.logit_bias[{token_id}]",
         ),
+        *(
+            (
+                by_ids([10], inference_pb2.Options(sampling=Sampling(**{name: [3, token_id]}))),
+                f"options.sampling.{name}[1]",
+            )
+            for name in ("allowed_token_ids", "banned_token_ids")
+        ),
     ]
     neighbour = generate(served.channel, by_ids([10], greedy(max_tokens=5)))
     for request, field in asked:
@@ -71,6 +79,8 @@ async def test_S1_an_id_outside_the_tokenizer_is_refused_at_the_door_in_every_fi
     last = VOCAB_SIZE - 1
     options = greedy(max_tokens=1, stop_token_ids=[last])
     options.sampling.logit_bias[last] = -1
+    options.sampling.allowed_token_ids.extend([last, 3])
+    options.sampling.banned_token_ids.append(3)
     assert (await generate(served.channel, by_ids([last], options))).ids == [50]
     assert (await served.stub.GetModel(inference_pb2.GetModelRequest())).model.vocab_size == VOCAB_SIZE
 
@@ -85,14 +95,24 @@ async def test_S1_text_that_a_tokenizer_larger_than_its_model_makes_ids_of_is_re
         assert fields_at_fault(caught.value) == ["text[1]"] and served.engine.submits == []
 
 
-@pytest.mark.parametrize("field", ["allowed_token_ids", "banned_token_ids"])
-async def test_S1_id_fields_that_are_not_served_are_refused_whatever_they_hold(served: Served, field: str) -> None:
-    for token_id in (0, *OUTSIDE):
-        options = inference_pb2.Options(sampling=Sampling(**{field: [token_id]}))
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await generate(served.channel, by_ids([10], options))
-        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-        assert fields_at_fault(caught.value) == [f"options.sampling.{field}"]
+@pytest.mark.parametrize(
+    ("sampling", "field", "says"),
+    [
+        (Sampling(allowed_token_ids=[5, 5]), "allowed_token_ids[1]", "once more"),
+        (Sampling(banned_token_ids=[7, 5, 7]), "banned_token_ids[2]", "once more"),
+        (Sampling(allowed_token_ids=[5], banned_token_ids=[5]), "allowed_token_ids", "leaves no id to draw"),
+        (Sampling(allowed_token_ids=[5], logit_bias={5: -math.inf}), "allowed_token_ids", "leaves no id to draw"),
+        (Sampling(allowed_token_ids=[9]), "allowed_token_ids", "leaves stop ids alone"),
+    ],
+)
+async def test_S1_lists_that_repeat_an_id_or_leave_none_are_refused_at_the_door(
+    served: Served, sampling: Sampling, field: str, says: str
+) -> None:
+    options = inference_pb2.Options(sampling=sampling, min_tokens=1, stop_token_ids=[9])
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await generate(served.channel, by_ids([10], options))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT and says in (caught.value.details() or "")
+    assert fields_at_fault(caught.value) == [f"options.sampling.{field}"] and served.engine.submits == []
 
 
 @pytest.mark.parametrize(
@@ -119,6 +139,8 @@ def test_S1_the_scheduler_refuses_that_request_alone_so_that_no_epoch_is_lost(to
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"prompt_ids": column(1, token_id)}, "prompt_ids"),
         ({"sampling": Sampling(logit_bias={1: 1, token_id: 1})}, f"sampling.logit_bias[{token_id}]"),
+        ({"sampling": Sampling(allowed_token_ids=[1, token_id])}, "sampling.allowed_token_ids[1]"),
+        ({"sampling": Sampling(banned_token_ids=[token_id])}, "sampling.banned_token_ids[0]"),
     ]
     if token_id >= PADDED:  # a checkpoint's own EOS may lie in the padding
         wrong.append(({"stop_ids": column(1, token_id)}, "stop_ids"))
@@ -181,6 +203,7 @@ def test_S1_the_executor_checks_again_and_a_neighbours_logits_stay_the_same_to_t
     wrong: list[Started] = []
     for token_id in OUTSIDE:
         wrong += [started(1, [5, token_id, 6]), started(1, [5], logit_bias=((3, 1.0), (token_id, 1.0)))]
+        wrong += [started(1, [5], allowed_ids=(3, token_id)), started(1, [5], banned_ids=(token_id,))]
         if token_id >= PADDED:
             wrong.append(started(1, [5], stop_ids=(token_id,)))
     for number in range(1, 5):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from triptych.inference.v1 import inference_pb2
 
+from loadtest.stub_logprobs import alternatives
 from loadtest.stub_steps import prompt_score
 from services.common.errors import RequestError
 from services.frontend import responses
@@ -65,6 +66,18 @@ async def test_every_prompt_id_is_scored_once_before_any_choice(served: Served, 
     assert answer.usage.prompt_tokens == length and answer.usage.completion_tokens == max_tokens
     # Without an id to make and one to score there is nothing to ask an engine.
     assert len(served.engine.submits) == (0 if length == 1 and max_tokens == 0 else 1)
+
+
+@pytest.mark.parametrize("count", [1, 20])
+async def test_alternatives_to_prompt_ids_stand_at_their_positions(served: Served, count: int) -> None:
+    answer = await generate(served.channel, by_ids(PROMPT, greedy(prompt_logprobs=count, logprobs=1, max_tokens=2)))
+    positions = [p for m in answer.messages if m.HasField("prompt_logprobs") for p in m.prompt_logprobs.positions]
+    assert len(positions) == len(PROMPT) and positions[0] == inference_pb2.PositionLogprobs()
+    for at, position in enumerate(positions[1:], start=1):
+        assert position.token.token_id == PROMPT[at]
+        assert [(one.token_id, one.logprob) for one in position.top] == alternatives(at, count)
+        assert [one.rank for one in position.top] == list(range(1, count + 1))
+    assert [len(p.top) for m in answer.messages for c in m.choices for p in c.logprobs] == [1, 1]
 
 
 async def test_nobody_is_told_logprobs_that_were_not_asked_for(served: Served) -> None:
@@ -158,6 +171,30 @@ def scores(start: int, count: int, logprob: float = -1.0) -> Outputs:
     return Outputs(scores=(Scores.plain(start, np.full(count, logprob, np.float32), np.ones(count, np.uint32)),))
 
 
+def topped(start: int, ids: list[list[int]], logprob: float) -> Outputs:
+    """With alternatives."""
+    top_ids = np.array(ids, np.uint32)
+    told = np.full(len(ids), -1.0, np.float32), np.ones(len(ids), np.uint32)
+    return Outputs(scores=(Scores(start, *told, top_ids, np.full(top_ids.shape, logprob, np.float32)),))
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        (scores(1, 1), "0 alternatives to a prompt id, 2 are wanted"),
+        (topped(1, [[3]], -1.0), "1 alternatives to a prompt id, 2 are wanted"),
+        (topped(1, [[3, 512]], -1.0), "id 512 as an alternative, the vocabulary has 512"),
+        (topped(1, [[3, 4]], float("nan")), "not a number"),
+    ],
+)
+def test_alternatives_that_the_engine_cannot_mean_end_the_request_alone(told: Outputs, words: str) -> None:
+    progress = PromptScores(job(5, prompt_logprobs=2))
+    progress.push(topped(1, [[3, 4]], -1.0))
+    with pytest.raises(RequestError, match=words) as caught:
+        PromptScores(job(5, prompt_logprobs=2)).push(told)
+    assert caught.value.code is grpc.StatusCode.INTERNAL and caught.value.reason == "BAD_LOGPROBS"
+
+
 @pytest.mark.parametrize(
     ("told", "words"),
     [
@@ -168,6 +205,7 @@ def scores(start: int, count: int, logprob: float = -1.0) -> Outputs:
         ([scores(1, 2), Outputs(token_ids=(7,))], "before prompt position 3 of 5 was scored"),
         ([scores(1, 3), Outputs(finish=EngineFinish("length", None))], "before prompt position 4 of 5"),
         ([Outputs(token_ids=(7,))], "before prompt position 1 of 5"),
+        ([topped(1, [[3, 4]], -1.0)], "2 alternatives to a prompt id, 0 are wanted"),
     ],
 )
 def test_what_the_engine_cannot_mean_ends_the_request_alone(told: list[Outputs], words: str) -> None:
@@ -186,6 +224,31 @@ def test_without_the_wish_nothing_is_passed_on() -> None:
         (PromptScores(job(1, prompt_logprobs=0)), Outputs(token_ids=(7,))),
     ):
         assert not progress.push(outputs) and not progress.any_waiting and progress.take() == []
+
+
+@pytest.mark.parametrize("message_bytes", [2048, 65_536])
+def test_messages_of_alternatives_are_bounded_too(message_bytes: int) -> None:
+    length, count = 500, 20
+    ids = np.full((length - 1, count), 511, np.uint32)
+    worst = Scores(
+        1,
+        np.full(length - 1, -9999, np.float32),
+        np.full(length - 1, 2**32 - 1, np.uint32),
+        ids,
+        np.full(ids.shape, -9999, np.float32),
+    )
+    asked = job(length, prompt_logprobs=count)
+    pieces = list(responses.prompt_logprobs(asked, worst, FewBytes(), message_bytes))  # type: ignore[arg-type]
+    assert max(piece.ByteSize() for piece in pieces) <= message_bytes + 16
+    assert max(sum(len(p.top) for p in piece.positions) for piece in pieces) <= 1024
+    assert sum(len(piece.positions) for piece in pieces) == length
+
+
+class FewBytes:
+    """Ids of a few bytes each."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"x" * (token_id % 40)
 
 
 class LongTokens:

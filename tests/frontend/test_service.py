@@ -14,6 +14,7 @@ from triptych.inference.v1 import generation_pb2, inference_pb2, inference_pb2_g
 
 from loadtest.stub_engine import Faults, StubEngine
 from loadtest.stub_executor import StubExecutor
+from loadtest.stub_logprobs import alternatives
 from services.frontend.config import FrontendConfig
 from services.frontend.server import Frontend
 from tests.frontend.harness import (
@@ -55,13 +56,9 @@ async def failure(call: Any) -> grpc.aio.AioRpcError:
     [
         (Options(best_of=1), "options.best_of"),
         (Options(grammar=generation_pb2.Grammar(regex="a")), "options.grammar"),
-        (Options(logprobs=1), "options.logprobs"),
-        (Options(prompt_logprobs=1), "options.prompt_logprobs"),
         (Options(raw_bytes=True), "options.raw_bytes"),
         (Options(adapter="a"), "options.adapter"),
         (Options(resume=inference_pb2.Resume(seed=1)), "options.resume"),
-        (Options(sampling=Sampling(allowed_token_ids=[1])), "options.sampling.allowed_token_ids"),
-        (Options(sampling=Sampling(banned_token_ids=[1])), "options.sampling.banned_token_ids"),
     ],
 )
 async def test_options_that_are_not_served_are_refused_by_name(served: Served, options: Options, field: str) -> None:
@@ -201,6 +198,40 @@ async def test_logprobs_are_one_an_id_and_summed_with_the_finish(served: Served)
     assert sums == [-15 / 8]
     plain = await generate(served.channel, by_ids([10], greedy()))
     assert not any(c.logprobs or c.HasField("cumulative_logprob") for m in plain.messages for c in m.choices)
+
+
+@pytest.mark.parametrize("count", [1, 5, 20])
+async def test_the_likeliest_ids_stand_beside_each_id_in_order_with_their_bytes(served: Served, count: int) -> None:
+    answer = await generate(served.channel, by_ids([10], greedy(logprobs=count)))
+    positions = [entry for m in answer.messages for c in m.choices for entry in c.logprobs]
+    assert len(positions) == len(answer.ids) > 1
+    for at, position in enumerate(positions):
+        expected = alternatives(at, count)
+        assert [(one.token_id, one.logprob) for one in position.top] == expected
+        assert [one.rank for one in position.top] == list(range(1, count + 1))
+        assert all(one.raw == served.frontend.model.tokenizer.token_bytes(one.token_id) for one in position.top)
+        assert position.token.token_id == answer.ids[at] and position.token.logprob == -(at + 1) / 8
+    whole = await served.stub.GenerateUnary(
+        inference_pb2.GenerateUnaryRequest(request=by_ids([10], greedy(logprobs=count)))
+    )
+    assert list(whole.response.choices[0].logprobs) == positions
+    assert served.engine.submits[0].logprobs == count
+
+
+async def test_alternatives_of_ids_after_a_stop_string_are_dropped_and_choices_have_their_own(
+    text_model: Path,
+) -> None:
+    async with serving(text_model, scripted([50, 51, 52, 53], ids_per_step=4)) as served:
+        options = greedy(logprobs=2, n=2, stop=[served.decode([51])], min_delta_tokens=3)
+        answer = await generate(served.channel, by_ids([10], options))
+        for index in (0, 1):
+            of = [c for m in answer.messages for c in m.choices if c.index == index]
+            positions = [entry for c in of for entry in c.logprobs]
+            ids = [token_id for c in of for token_id in c.token_ids]
+            assert ids == [50, 51][index:]  # choice i begins at the script's i-th
+            assert [[(one.token_id, one.logprob) for one in p.top] for p in positions] == [
+                alternatives(at, 2) for at in range(len(ids))
+            ]
 
 
 async def test_logprobs_of_ids_after_a_stop_string_are_dropped_with_them(text_model: Path) -> None:

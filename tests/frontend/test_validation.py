@@ -14,9 +14,9 @@ from services.common.errors import RequestError, StartError
 from services.frontend.config import FrontendConfig
 from services.frontend.defaults import sampling_defaults
 from services.frontend.request import Hold, Limits, Options, Sampling
-from services.frontend.validation import output_length, read_options
+from services.frontend.validation import check_choice, output_length, read_options
 
-ENGINE_CHOICES = 3
+ENGINE_CHOICES, ENGINE_LOGPROBS = 3, 4
 LIMITS = FrontendConfig(
     max_choices=4,
     max_logprobs=5,
@@ -24,6 +24,8 @@ LIMITS = FrontendConfig(
     max_stop_string_bytes=8,
     max_stop_token_ids=2,
     max_logit_biases=2,
+    max_allowed_token_ids=4,
+    max_banned_token_ids=4,
     max_cache_salt_bytes=4,
     max_min_delta_tokens=10,
     max_min_delta_interval_ms=1000,
@@ -38,6 +40,7 @@ def read(*, limits: Limits = LIMITS, **options: Any) -> Options:
         limits=limits,
         vocab_size=VOCAB,
         max_choices=ENGINE_CHOICES,
+        max_logprobs=ENGINE_LOGPROBS,
     )
 
 
@@ -105,13 +108,73 @@ def test_counts_of_choices_and_alternatives() -> None:
     assert refusal(read, n=0).code is grpc.StatusCode.INVALID_ARGUMENT
     for options, code in (
         ({"n": 4}, grpc.StatusCode.INVALID_ARGUMENT),
-        ({"logprobs": 5}, grpc.StatusCode.UNIMPLEMENTED),
+        ({"logprobs": 5}, grpc.StatusCode.INVALID_ARGUMENT),
         ({"n": 5}, grpc.StatusCode.INVALID_ARGUMENT),
         ({"logprobs": 6}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"prompt_logprobs": 2**32 - 1}, grpc.StatusCode.INVALID_ARGUMENT),
     ):
         error = refusal(read, **options)
         assert error.code is code
         assert error.violations[0].field == f"options.{next(iter(options))}"
+    for name in ("logprobs", "prompt_logprobs"):
+        assert getattr(read(**{name: 4}), name) == 4
+        assert refusal(read, **{name: 5}).message == f"options.{name}: is 5, the engine takes at most 4"
+        assert refusal(read, **{name: 6}).message == f"options.{name}: is 6, at most 5 are taken (max_logprobs)"
+
+
+def test_lists_of_ids_name_each_once_below_the_vocabulary_within_their_caps() -> None:
+    both = sampled(allowed_token_ids=[99, 0, 5], banned_token_ids=[5])
+    assert (both.allowed_token_ids, both.banned_token_ids) == ((99, 0, 5), (5,))
+    assert sampled().allowed_token_ids == sampled().banned_token_ids == ()
+    for name in ("allowed_token_ids", "banned_token_ids"):
+        for ids, at, says in (
+            ([1, 100], "[1]", "is 100; ids lie below the vocabulary size, 100"),
+            ([2**32 - 1], "[0]", "is 4294967295; ids lie"),
+            ([7, 8, 7], "[2]", "is 7 once more; name each id once"),
+        ):
+            error = refusal(sampled, **{name: ids})
+            assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+            assert error.violations[0].field == f"options.sampling.{name}{at}" and says in error.message
+        assert len(getattr(sampled(**{name: range(4)}), name)) == 4
+        many = refusal(sampled, **{name: [1] * 5})  # their number is looked at before the ids
+        assert many.message == f"options.sampling.{name}: has 5 ids, at most 4 are taken (max_{name})"
+
+
+@pytest.mark.parametrize(
+    ("sampling", "field"),
+    [
+        ({"allowed_token_ids": [5, 6], "banned_token_ids": [6, 5]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [5, 6], "banned_token_ids": [6], "logit_bias": {5: -math.inf}}, "allowed_token_ids"),
+        ({"allowed_token_ids": [5], "logit_bias": {5: -math.inf}}, "allowed_token_ids"),
+    ],
+)
+def test_lists_that_leave_no_id_are_refused(sampling: dict[str, Any], field: str) -> None:
+    error = refusal(sampled, **sampling)
+    assert error.violations[0].field == f"options.sampling.{field}" and "leaves no id to draw" in error.message
+    wide = {**sampling, "allowed_token_ids": [*sampling["allowed_token_ids"], 7]}
+    assert sampled(**wide).allowed_token_ids[-1] == 7
+
+
+def test_every_id_banned_is_refused_also_without_a_list_of_the_allowed() -> None:
+    limits = replace(LIMITS, banned_token_ids=VOCAB, logit_biases=VOCAB)
+    for sampling, field in (
+        ({"banned_token_ids": range(VOCAB)}, "banned_token_ids"),
+        ({"banned_token_ids": range(1, VOCAB), "logit_bias": {0: -math.inf}}, "banned_token_ids"),
+        ({"logit_bias": dict.fromkeys(range(VOCAB), -math.inf)}, "logit_bias"),
+    ):
+        error = refusal(read, limits=limits, sampling=generation_pb2.Sampling(**sampling))
+        assert error.violations[0].field == f"options.sampling.{field}" and "leaves no id" in error.message
+    most = generation_pb2.Sampling(banned_token_ids=range(1, VOCAB), logit_bias={0: -100})
+    assert len(read(limits=limits, sampling=most).sampling.banned_token_ids) == VOCAB - 1
+
+
+def test_stop_ids_that_min_tokens_keeps_back_must_leave_another() -> None:
+    allowed = Sampling(allowed_token_ids=(2, 7))
+    check_choice(allowed, VOCAB, stop_ids=(2,))
+    with pytest.raises(RequestError, match=r"options.sampling.allowed_token_ids: leaves stop ids alone, which min_to"):
+        check_choice(allowed, VOCAB, stop_ids=(2, 7))
+    with pytest.raises(RequestError, match=r"banned_token_ids: leaves stop ids alone"):
+        check_choice(Sampling(banned_token_ids=tuple(range(3, VOCAB))), VOCAB, stop_ids=(0, 1, 2))
 
 
 def test_choices_are_bounded_by_the_configuration_and_by_the_engine() -> None:
