@@ -6,14 +6,15 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from services.cli.logprobs_shown import show_logprobs
 from services.cli.parts import part
 from services.common.errors import StartError
 
 if TYPE_CHECKING:
-    from triptych_client import Client, Delta, OptionArgs, Stream, TriptychError
+    from triptych_client import Client, Delta, OptionArgs, PositionLogprobs, Stream, TriptychError
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
@@ -40,13 +41,37 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=text)
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
     parser.add_argument("--ignore-eos", action="store_true", default=None, help="go on where the model would end")
+    for flag, text in (("--allowed-token-ids", "draw these ids alone"), ("--banned-token-ids", "draw none of these")):
+        parser.add_argument(flag, type=_ids, metavar="ID,ID", help=text)
+    parser.add_argument(
+        "--logprobs",
+        action="store_true",
+        help="print below an answer how likely each of its ids was, on standard error",
+    )
+    parser.add_argument(
+        "--top-logprobs", type=int, metavar="K", help="with it, the K likeliest ids at each position beside its own"
+    )
 
 
 def options_of(parsed: argparse.Namespace) -> OptionArgs:
-    """The flags that were given."""
-    names = (*_OPTIONS, "stop", "ignore_eos")
+    """The flags that were given. Raises StartError for one that would do nothing."""
+    names = (*_OPTIONS, "stop", "ignore_eos", "allowed_token_ids", "banned_token_ids")
     chosen: Any = {name: getattr(parsed, name) for name in names if getattr(parsed, name) is not None}
+    scores_prompt = getattr(parsed, "prompt_logprobs", False)
+    if parsed.top_logprobs is not None and not (parsed.logprobs or scores_prompt):
+        raise StartError("--top-logprobs stands beside --logprobs (or generate's --prompt-logprobs); give one of them")
+    if parsed.logprobs:
+        chosen["logprobs"] = parsed.top_logprobs or 0
+    if scores_prompt:
+        chosen["prompt_logprobs"] = parsed.top_logprobs or 0
     return chosen  # type: ignore[no-any-return]
+
+
+def _ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of ids such as 5,17") from None
 
 
 def client(address: str, *, model: str = "", timeout_s: float | None = None) -> Client:
@@ -63,6 +88,7 @@ class Shown:
     text: str = ""
     tokens: int = 0
     finish: str = ""
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
 
 
 async def show(stream: Stream, shown: Shown, *, before: Callable[[], None] | None = None) -> None:
@@ -80,10 +106,13 @@ async def show(stream: Stream, shown: Shown, *, before: Callable[[], None] | Non
             last_s = time.monotonic()
             first_s = first_s or last_s
             shown.tokens += len(delta.token_ids)
+        shown.logprobs += delta.logprobs
         shown.text += delta.text
         shown.finish = _ending(delta) or shown.finish
         print(delta.text, end="", flush=True)
     print(flush=True)
+    if shown.logprobs:
+        show_logprobs(shown.logprobs)
     print(_speed(shown, started_s, first_s, last_s), file=sys.stderr, flush=True)
 
 
@@ -94,6 +123,7 @@ async def show_choices(stream: Stream, *, before: Callable[[], None] | None = No
     """
     started_s = time.monotonic()
     texts: dict[int, list[str]] = {}
+    logprobs: dict[int, list[PositionLogprobs]] = {}
     tokens = 0
     async for delta in stream:
         if before is not None:
@@ -101,8 +131,11 @@ async def show_choices(stream: Stream, *, before: Callable[[], None] | None = No
             before = None
         tokens += len(delta.token_ids)
         texts.setdefault(delta.index, []).append(delta.text)
+        logprobs.setdefault(delta.index, []).extend(delta.logprobs)
         if ending := _ending(delta):
             print(f"--- choice {delta.index}, {ending}\n{''.join(texts.pop(delta.index))}", flush=True)
+            if told := logprobs.pop(delta.index):
+                show_logprobs(told)
     print(f"[{tokens} tokens of all choices in {time.monotonic() - started_s:.2f} s]", file=sys.stderr, flush=True)
 
 

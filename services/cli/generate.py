@@ -38,7 +38,6 @@ async def _generate(prompt: str, parsed: argparse.Namespace) -> None:
             options = options_of(parsed)
             options["n"] = parsed.n
             options["echo"] = parsed.echo or None
-            options["prompt_logprobs"] = 0 if parsed.prompt_logprobs else None
             stream = connection.generate(prompt, **options)
 
             several = (parsed.n or 1) > 1

@@ -205,7 +205,7 @@ class Executor:
             prompt_tokens=prompt,
             computed_tokens=0,
             block_ids=np.arange(1, blocks + 1),
-            sampling=SamplingParams(),
+            sampling=SamplingParams(logprobs=1),
         )
         steps = [Plan(1, empty, (request,), empty.reshape(0, 2), np.array([0]), np.array([prompt]), None, None)]
         if prompt < room:

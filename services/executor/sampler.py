@@ -80,7 +80,7 @@ class Sampler:
             raise ValueError(f"logits are {tuple(logits.shape)}, wanted ({len(rows)}, {self._vocab_size} or more)")
         own: Float32s = logits[:, : self._vocab_size].float().numpy()
         token_ids = own.argmax(axis=1)  # NaN wins
-        failed = ~np.isfinite(np.take_along_axis(own, token_ids[:, None], axis=1)[:, 0])
+        failed = ~np.isfinite(own[np.arange(len(own)), token_ids])
         places, scores = self._adjust(own, rows, masks)
         if len(scores):
             changed = places >= 0
@@ -92,21 +92,23 @@ class Sampler:
 
     def _adjust(self, own: Float32s, rows: SampleRows, masks: Masks | None) -> tuple[Int64s, Float64s]:
         """Where each row's scores are, -1 where they are its logits; and scores after bans, bias and penalties."""
-        parts = (rows.allowed.rows, rows.banned.rows, rows.biased.rows, rows.history.rows)
-        needs = np.zeros(len(rows), np.bool_)
-        for part in parts if masks is None else (*parts, masks.rows):
-            needs[part] = True
-        which = np.flatnonzero(needs)
         places = np.full(len(rows), -1)
+        parts = [rows.allowed.rows, rows.banned.rows, rows.biased.rows, rows.history.rows]
+        if masks is not None:
+            parts.append(masks.rows)
+        if not any(map(len, parts)):
+            return places, np.zeros((0, self._vocab_size))
+        for part in parts:
+            places[part] = 0
+        which = np.flatnonzero(places == 0)
         places[which] = np.arange(len(which))
         scores = own[which].astype(np.float64)
-        if len(which):
-            if masks is not None:
-                _mask(scores, places[masks.rows], masks.words)
-            _allow(scores, places[rows.allowed.rows], rows.allowed.ids)
-            scores[places[rows.banned.rows], rows.banned.ids] = -np.inf
-            scores[places[rows.biased.rows], rows.biased.ids] += rows.biased.values
-            self._penalize(scores, places, rows.history, rows.columns)
+        if masks is not None:
+            _mask(scores, places[masks.rows], masks.words)
+        _allow(scores, places[rows.allowed.rows], rows.allowed.ids)
+        scores[places[rows.banned.rows], rows.banned.ids] = -np.inf
+        scores[places[rows.biased.rows], rows.biased.ids] += rows.biased.values
+        self._penalize(scores, places, rows.history, rows.columns)
         return places, scores
 
     def _penalize(self, scores: Float64s, places: Int64s, history: History, columns: npt.NDArray[np.void]) -> None:
@@ -169,8 +171,11 @@ def _allow(scores: Float64s, places: Int64s, ids: Int64s) -> None:
     scores[places, ids] = kept
 
 
+_NO_LOGPROBS = Logprobs.none()
+
+
 def _logprobs(own: Float32s, scored: Int64s, token_ids: Int64s, wanted: Int64s) -> Logprobs:
     if not len(scored):
-        return Logprobs.none()
+        return _NO_LOGPROBS
     logits = own if len(scored) == len(own) else own[scored]
     return Logprobs.of(logits, token_ids[scored], wanted[scored])

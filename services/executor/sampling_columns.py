@@ -49,6 +49,10 @@ class History:
     in_output: npt.NDArray[np.bool_]
 
 
+_NO_ENTRIES = Entries(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float64))
+_NO_HISTORY = History(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.bool_))
+
+
 @dataclass(frozen=True, eq=False)
 class SampleRows:
     """What the sampler sees of the rows that sample."""
@@ -110,22 +114,16 @@ class SamplingColumns:
 
     def rows(self, slots: Int64s, prompts: Int64s, tokens: Int64s, ids: npt.NDArray[np.uint32]) -> SampleRows:
         """Of the requests in `slots` [rows], whose prompts and all tokens are counted by slot; `ids` [slots, any]."""
-        columns, positions = self._columns[slots], tokens[slots] - prompts[slots]
+        columns, prompts, tokens = self._columns[slots], prompts[slots], tokens[slots]
+        positions = tokens - prompts
         self._place[slots] = np.arange(len(slots))
-        stops = self._stops.of(self._place)
-        if len(stops.rows):
-            early = positions[stops.rows] < columns["min_tokens"][stops.rows]
-            stops = Entries(stops.rows[early], stops.ids[early], stops.values)
-        banned = self._banned.of(self._place)
         rows = SampleRows(
             columns=columns,
             positions=positions,
             allowed=self._allowed.of(self._place),
-            banned=Entries(
-                np.concatenate([stops.rows, banned.rows]), np.concatenate([stops.ids, banned.ids]), banned.values
-            ),
+            banned=_joined(self._stops.early(self._place, positions, columns), self._banned.of(self._place)),
             biased=self._biased.of(self._place),
-            history=_history(columns, slots, prompts[slots], tokens[slots], ids),
+            history=_history(columns, slots, prompts, tokens, ids),
         )
         self._place[slots] = -1
         return rows
@@ -137,11 +135,21 @@ def _history(
     """Prompt and output where repetition is penalized, the output alone where only the other two are."""
     repetition = columns["repetition_penalty"] != 1.0
     rows = np.flatnonzero(repetition | (columns["presence_penalty"] != 0.0) | (columns["frequency_penalty"] != 0.0))
+    if not len(rows):
+        return _NO_HISTORY
     begin = np.where(repetition[rows], 0, prompts[rows])
     counts = tokens[rows] - begin
     which = np.repeat(rows, counts)
     places = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts - begin, counts)
     return History(which, ids[slots[which], places].astype(np.int64), places >= prompts[which])
+
+
+def _joined(one: Entries, other: Entries) -> Entries:
+    if not len(one.rows):
+        return other
+    return Entries(
+        np.concatenate([one.rows, other.rows]), np.concatenate([one.ids, other.ids]), np.zeros(0, np.float64)
+    )
 
 
 class _Lists:
@@ -166,7 +174,15 @@ class _Lists:
     def of(self, place: Int64s) -> Entries:
         """Of the slots that have a place, by it; `place` is [slots], -1 for the others."""
         if not len(self._slots):
-            return Entries(self._slots, self._ids, self._values)
+            return _NO_ENTRIES
         rows = place[self._slots]
         kept = rows >= 0
         return Entries(rows[kept], self._ids[kept], self._values[kept] if len(self._values) else self._values)
+
+    def early(self, place: Int64s, positions: Int64s, columns: npt.NDArray[np.void]) -> Entries:
+        """`of` the rows that are before their min_tokens."""
+        entries = self.of(place)
+        if not len(entries.rows):
+            return entries
+        early = positions[entries.rows] < columns["min_tokens"][entries.rows]
+        return Entries(entries.rows[early], entries.ids[early], entries.values)

@@ -10,6 +10,7 @@ import pytest
 from triptych.inference.v1 import generation_pb2
 from triptych.inference.v1 import inference_pb2 as pb
 
+from services.cli.main import main
 from services.common.server import Server
 from tests.client.scripted import scripted_server
 
@@ -60,6 +61,48 @@ async def test_a_prompt_is_shown_with_each_ids_logprob_and_its_perplexity(length
         assert options.HasField("prompt_logprobs") and options.prompt_logprobs == 0 and options.echo
         out, _ = await run(address, "--max-tokens", "1")
         assert out == " town\n" and not scripted.requests[1].options.HasField("prompt_logprobs")
+
+
+async def test_an_answer_is_followed_by_each_ids_logprob_and_its_alternatives() -> None:
+    top = [pb.TokenLogprob(token_id=9, logprob=-0.25, rank=1, raw=b" town"), pb.TokenLogprob(token_id=8, logprob=-2)]
+    position = pb.PositionLogprobs(token=top[0], top=top)
+    last = pb.Choice(text=" town", token_ids=[9], logprobs=[position], finish=pb.Finish(reason=LENGTH))
+    async with scripted_server() as (scripted, address):
+        scripted.messages = [
+            pb.GenerateResponse(prompt=pb.PromptInfo(prompt_tokens=3)),
+            pb.GenerateResponse(choices=[last]),
+            pb.GenerateResponse(usage=pb.Usage(prompt_tokens=3, completion_tokens=1)),
+        ]
+        out, err = await run(
+            address, "--logprobs", "--top-logprobs", "2", "--allowed-token-ids", "9,8", "--banned-token-ids", "7"
+        )
+        assert out == " town\n"
+        lines = [line.split() for line in err.splitlines()]
+        assert lines[0] == ["position", "id", "logprob", "rank", "bytes"]
+        assert lines[1] == ["0", "9", "-0.2500", "1", "'", "town'"]
+        assert lines[2] == lines[1][1:] and lines[3][:2] == ["8", "-2.0000"]
+        options = scripted.requests[0].options
+        assert options.logprobs == 2 and not options.HasField("prompt_logprobs")
+        assert list(options.sampling.allowed_token_ids) == [9, 8] and list(options.sampling.banned_token_ids) == [7]
+        await run(address, "--prompt-logprobs", "--top-logprobs", "3")
+        options = scripted.requests[1].options
+        assert options.prompt_logprobs == 3 and not options.HasField("logprobs")
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--top-logprobs", "3"], "--top-logprobs stands beside --logprobs"),
+        (["--allowed-token-ids", "5;6"], "'5;6' is no list of ids such as 5,17"),
+    ],
+)
+def test_flags_that_mean_nothing_are_refused(flags: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = main(["generate", "Hi", "--address", "127.0.0.1:9", *flags])
+    except SystemExit as exit_:  # argparse's way
+        status = int(exit_.code or 0)
+    assert status != 0
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
