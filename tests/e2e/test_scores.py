@@ -10,7 +10,7 @@ import numpy as np
 from triptych.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from tests.support.calls import Answer, by_ids, generate, greedy
-from tests.support.checkpoints import check_same_ids, check_scores, reference_ids
+from tests.support.checkpoints import check_same_ids, check_scores, check_tops, reference_ids
 from tests.support.cluster import running
 
 LENGTHS = (1, 2, 15, 16, 17, 33, 64, 200)
@@ -30,9 +30,16 @@ def scores(answer: Answer) -> list[tuple[float, int]]:
     return [(position.token.logprob, position.token.rank) for position in positions[1:]]
 
 
+def narrow() -> inference_pb2.Options:
+    options = greedy(max_tokens=9, ignore_eos=True, logprobs=5)
+    options.sampling.allowed_token_ids.extend([300, 301, 302, 511])
+    options.sampling.banned_token_ids.append(301)
+    return options
+
+
 async def ask_all(address: str, prompts: list[list[int]]) -> tuple[list[Answer], list[Answer]]:
     """Every prompt scored and continued, and scored alone, all at once; every second one also unscored beside them."""
-    continued = greedy(max_tokens=NEW_TOKENS, ignore_eos=True, prompt_logprobs=0)
+    continued = greedy(max_tokens=NEW_TOKENS, ignore_eos=True, prompt_logprobs=4, logprobs=3)
     alone = greedy(max_tokens=0, prompt_logprobs=0)
     plain = greedy(max_tokens=NEW_TOKENS, ignore_eos=True)
     async with grpc.aio.insecure_channel(address) as channel:
@@ -41,10 +48,28 @@ async def ask_all(address: str, prompts: list[list[int]]) -> tuple[list[Answer],
             *(generate(channel, by_ids(prompt, alone)) for prompt in prompts),
             *(generate(channel, by_ids(prompt, plain)) for prompt in prompts[::2]),
         )
+        chosen = await generate(channel, by_ids(prompts[2], narrow()))
+        assert len(chosen.ids) == 9 and set(chosen.ids) <= {300, 302, 511}
+        tops = [[one.token_id for one in p.top] for m in chosen.messages for c in m.choices for p in c.logprobs]
+        assert len(tops) == 9 and not any(
+            set(top) <= {300, 302, 511} for top in tops
+        )  # the model's own, not the list's
         request = inference_pb2.GenerateUnaryRequest(request=by_ids(prompts[-1], alone))
         whole = (await inference_pb2_grpc.InferenceServiceStub(channel).GenerateUnary(request)).response
         answers.append(Answer([whole]))
     return answers[: len(prompts)], answers[len(prompts) :]
+
+
+def check_alternatives(path: Path, prompt: list[int], answer: Answer) -> None:
+    """Of prompt and output."""
+    of_prompt = [p for m in answer.messages if m.HasField("prompt_logprobs") for p in m.prompt_logprobs.positions]
+    of_output = [p for m in answer.messages for choice in m.choices for p in choice.logprobs]
+    assert len(of_output) == len(answer.ids) == NEW_TOKENS
+    for first, positions, count in ((1, of_prompt[1:], 4), (len(prompt), of_output, 3)):
+        tops = [[(one.token_id, one.logprob) for one in position.top] for position in positions]
+        check_tops(path, [*prompt, *answer.ids], first, tops, count)
+    own = [[(p.token.logprob, p.token.rank) for p in of_output]]
+    check_scores(path, [[*prompt, *answer.ids]], [[*scores(answer), *own[0]]])
 
 
 def test_prompt_logprobs_equal_the_reference_in_chunks_batches_and_after_preemptions(
@@ -60,6 +85,8 @@ def test_prompt_logprobs_equal_the_reference_in_chunks_batches_and_after_preempt
     alone, plain, whole = others[: len(prompts)], others[len(prompts) : -1], others[-1]
     check_scores(tiny, prompts, [scores(answer) for answer in continued])
     check_scores(tiny, prompts, [scores(answer) for answer in alone])
+    for prompt, answer in zip(prompts, continued, strict=True):
+        check_alternatives(tiny, prompt, answer)
     check_same_ids(tiny, prompts, [answer.ids for answer in continued], expected)
     check_same_ids(tiny, prompts[::2], [answer.ids for answer in plain], expected[::2])
     assert all(answer.reason == "LENGTH" and answer.ids == [] for answer in alone)

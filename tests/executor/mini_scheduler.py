@@ -181,6 +181,8 @@ class Request:
     """alternatives wanted of each prompt id"""
     scores: dict[int, tuple[float, int]] = field(default_factory=dict)
     """(logprob, rank) of prompt ids by position"""
+    tops: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    """(id, logprob) of the alternatives to each"""
 
     @property
     def ids(self) -> list[int]:
@@ -202,6 +204,11 @@ class Request:
         for position, score in enumerate(zip(logprobs, read(entry.logprobs.ranks), strict=True), start=entry.start):
             before = self.scores.setdefault(position, score)
             assert abs(before[0] - score[0]) < 1e-3
+        assert read(entry.logprobs.top_counts) == ([self.scored] * len(logprobs) if self.scored else [])
+        told = np.frombuffer(entry.logprobs.top_logprobs, dtype="<f4").tolist()
+        top = list(zip(read(entry.logprobs.top_ids), told, strict=True))
+        for at in range(len(logprobs)):
+            self.tops[entry.start + at] = top[at * self.scored : (at + 1) * self.scored]
 
 
 class MiniScheduler:

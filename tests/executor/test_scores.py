@@ -14,7 +14,7 @@ from services.executor.batch import PersistentBatch, ScoredSpan
 from services.executor.plan import Settings
 from tests.executor.mini_scheduler import MiniScheduler, Request, RunStream, column, read, serve
 from tests.executor.test_batch import begin, started
-from tests.support.checkpoints import check_scores, tiny_model
+from tests.support.checkpoints import check_scores, check_tops, tiny_model
 
 BLOCK = 16
 VOCAB = 512
@@ -28,8 +28,11 @@ def prompts(*lengths: int) -> list[list[int]]:
 async def scored(
     path: Path, asked: Sequence[Sequence[int]], *, budget: int = 256, preempt: int = 0, beside: int = 0
 ) -> list[list[tuple[float, int]]]:
-    """What is told of each prompt, `beside` of them unscored neighbours of the same ids."""
-    requests = [Request(list(prompt), 6, scored=0) for prompt in asked]
+    """What is told of each prompt, `beside` of them unscored neighbours of the same ids.
+
+    Every prompt asks for another number of alternatives, which are checked here.
+    """
+    requests = [Request(list(prompt), 6, scored=(0, 3, 20)[i % 3]) for i, prompt in enumerate(asked)]
     neighbours = [Request(list(prompt), 6) for prompt in asked[:beside]]
     blocks = 2 + sum(-(-(len(request.prompt) + 6) // BLOCK) for request in [*requests, *neighbours])
     async with serve(path, num_blocks=blocks, block_tokens=BLOCK, max_slots=16) as rig:
@@ -42,6 +45,9 @@ async def scored(
         assert neighbour.scores == {} and neighbour.output == request.output
     for request in requests:
         assert list(request.scores) == sorted(request.scores) == list(range(1, len(request.prompt)))
+        if request.scored:
+            assert list(request.tops) == list(request.scores)
+            check_tops(path, request.prompt, 1, list(request.tops.values()), request.scored)
     return [list(request.scores.values()) for request in requests]
 
 

@@ -308,3 +308,22 @@ def check_scores(path: Path, prompts: Sequence[Sequence[int]], got: Sequence[Seq
         ranks = torch.tensor([rank for _, rank in told])
         assert (ranks >= 1 + (logits > own + NEAR_TIE).sum(-1)).all()
         assert (ranks <= (logits > own - NEAR_TIE).sum(-1)).all()
+
+
+def check_tops(
+    path: Path, ids: Sequence[int], first: int, tops: Sequence[Sequence[tuple[int, float]]], count: int
+) -> None:
+    """Asserts that (id, logprob) of the `count` likeliest ids at positions from `first` on are the float64 model's.
+
+    Likeliest first; where two are closer than float32 can tell, either may stand before the other.
+    """
+    import torch
+
+    with torch.inference_mode():
+        logits = _model(path.resolve(), "float64")(torch.tensor([list(ids)])).logits[0]
+    exact = logits[first - 1 : first - 1 + len(tops)].log_softmax(-1)
+    for position, told in zip(exact, tops, strict=True):
+        token_ids, logprobs = [token_id for token_id, _ in told], [logprob for _, logprob in told]
+        assert len(set(token_ids)) == count and logprobs == sorted(logprobs, reverse=True)
+        np.testing.assert_allclose(logprobs, position[token_ids].numpy(), atol=NEAR_TIE, rtol=0)
+        np.testing.assert_allclose(logprobs, position.topk(count).values.numpy(), atol=NEAR_TIE, rtol=0)
