@@ -162,7 +162,7 @@ class Executor:
         self._runner.copy_blocks(plan.copies)
         self._batch.fail(inputs.failed_slots)
         if not inputs.slots.size:
-            _masked(inputs, masks)
+            _masked(inputs, masks, begun)
             return _outcome(plan.step, inputs, None, begun, begun)
         scored = NOTHING_SCORED
         if inputs.scored:
@@ -174,9 +174,9 @@ class Executor:
             logits = self._runner.forward(inputs, self._batch.tables)
             computed = time.perf_counter()
         if not inputs.sampling_rows.size:
-            _masked(inputs, masks)
+            _masked(inputs, masks, begun)
             return _outcome(plan.step, inputs, None, begun, computed, scored=scored)
-        masked = _masked(inputs, masks)
+        masked = _masked(inputs, masks, begun)
         sampled = self._sampler.sample(logits, self._batch.sample_rows(inputs), masked)
         slots = inputs.slots[inputs.sampling_rows]
         sampled = replace(sampled, failed=sampled.failed | np.isin(slots, scored.failed_slots))
@@ -225,11 +225,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def _masked(inputs: StepInputs, masks: StepMasks | None) -> Masks | None:
+def _masked(inputs: StepInputs, masks: StepMasks | None, begun: float) -> Masks | None:
     """The masks of the rows that sample; all of the step's are waited for, also those of rows that have failed."""
     if masks is None:
         return None
-    words = masks.wait()
+    words = masks.wait(spent_s=time.perf_counter() - begun)
     if not inputs.masked_rows.size:
         return None
     return Masks(inputs.masked_rows, np.stack([words[slot] for slot in inputs.masked_slots.tolist()]))

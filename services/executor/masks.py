@@ -93,9 +93,12 @@ class StepMasks:
             self._ended = self._ended or epoch_over
             self._changed.notify_all()
 
-    def wait(self) -> Mapping[int, Words]:
-        """By slot, once all are there. Raises EpochOverError, or BadPlanError where they never come or too late."""
-        until = time.monotonic() + self._wait_s
+    def wait(self, *, spent_s: float = 0.0) -> Mapping[int, Words]:
+        """By slot, once all are there. Raises EpochOverError, or BadPlanError where they never come or too late.
+
+        `spent_s` is how long the step runs already, which its deadline counts too.
+        """
+        until = time.monotonic() + self._wait_s - spent_s
         with self._changed:
             while not self.complete:
                 if self._ended:
@@ -103,7 +106,7 @@ class StepMasks:
                 if self._ended is not None:
                     raise self._missing("was sent no more")
                 if (left_s := until - time.monotonic()) <= 0:
-                    raise self._missing(f"waited {self._wait_s:g} s")
+                    raise self._missing(f"has run for {self._wait_s:g} s")
                 self._changed.wait(left_s)
         return self._words
 

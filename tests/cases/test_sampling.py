@@ -55,6 +55,25 @@ def test_S2_just_below_the_threshold_an_exact_tie_goes_to_the_lower_id_and_at_it
     assert set(draw(logits, at)) == {0, 1}
 
 
+def test_S2_rows_with_lists_of_ids_and_masks_leave_the_others_what_they_are_alone() -> None:
+    logits = random_logits(8, seed=9)
+    lists = SamplingParams(allowed_ids=tuple(range(0, VOCAB, 3)), banned_ids=(3, 9), seed=3, temperature=0.9)
+    rows = [
+        row(SamplingParams(temperature=0.0)),
+        row(lists),
+        row(SamplingParams(seed=5, top_p=0.9)),
+        row(replace(lists, temperature=1e-4), mask=range(0, VOCAB, 2)),
+        row(SamplingParams(temperature=0.0, banned_ids=tuple(range(1, VOCAB)))),
+        row(SamplingParams(seed=6), mask=(7,)),
+        row(replace(lists, logit_bias=((3, 100.0),), min_tokens=1, stop_ids=(0, 6)), [1], [2]),
+        row(SamplingParams(seed=8, repetition_penalty=1.5), [1, 2, 3], [4]),
+    ]
+    together = draw(logits, rows)
+    assert together == [draw(logits[i : i + 1], [one])[0] for i, one in enumerate(rows)]
+    assert (together[4], together[5]) == (0, 7) and together[3] % 6 == 0
+    assert all(token % 3 == 0 and token not in (3, 9) for token in (together[1], together[3], together[6]))
+
+
 OFF = (-1, 0, VOCAB, VOCAB + 1, 9_999_999)
 
 

@@ -231,7 +231,7 @@ async def test_a_step_whose_mask_never_comes_ends_with_a_fault_well_before_its_d
         event = await run.event()
         assert 1.5 < time.monotonic() - begun < 20
         assert event.fault.kind == pb.FAULT_KIND_BAD_PLAN and read(event.fault.slots) == [0]
-        assert "waited 1.6 s, the mask of slot 0 is missing" in event.fault.message
+        assert "has run for 1.6 s, the mask of slot 0 is missing" in event.fault.message
         assert rig.health.is_serving("liveness")
         await check_serves(rig, tiny)
 
@@ -321,6 +321,15 @@ def test_masks_of_steps_that_are_never_planned_do_not_pile_up() -> None:
         book.put(4, [one(0, 1)], None)
     with pytest.raises(BadPlanError, match="step 0 was never planned, this is step 1"):
         book.take(1, [0], None)
+
+
+def test_what_the_forward_pass_took_counts_towards_the_deadline() -> None:
+    entry = MaskBook(4).take(1, [0], 10.0)
+    assert entry is not None
+    begun = time.monotonic()
+    with pytest.raises(BadPlanError, match="has run for 8 s, the mask of slot 0 is missing"):
+        entry.wait(spent_s=7.9)
+    assert time.monotonic() - begun < 5
 
 
 def test_a_step_that_is_done_forgets_its_masks() -> None:
