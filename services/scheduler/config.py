@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from services.common.config import Address, ServiceConfig
 from services.common.sampling import logprob_bytes
 
+DEFAULT_LOGPROBS = 20
 MAX_SCORES_BYTES = 32 * 1024 * 1024
 """Of the prompt logprobs that one step may make: half of what a message between services may have."""
 
@@ -47,11 +48,12 @@ class SchedulerConfig(ServiceConfig):
         0.75, gt=0, le=1, description="part of the queue that one tenant may fill, so that others find room"
     )
     max_choices: int = Field(16, ge=1, le=1024, description="choices that one request may ask for (n)")
-    max_logprobs: int = Field(
-        20,
+    max_logprobs: int | None = Field(
+        None,
         ge=0,
         le=65536,
-        description="alternatives to each id that a request may ask for (logprobs, prompt_logprobs)",
+        description="alternatives to each id that a request may ask for (logprobs, prompt_logprobs); unset: 20, fewer "
+        "where the prompt logprobs of a step of max_num_batched_tokens would pass 32 MB",
     )
     record: Path | None = Field(
         None, description="file to write what the core is told to, for `triptych replay`; it holds prompts and answers"
@@ -78,10 +80,20 @@ class SchedulerConfig(ServiceConfig):
 
     @model_validator(mode="after")
     def _scores_within_a_message(self) -> Self:
-        scores_bytes = self.max_num_batched_tokens * logprob_bytes(self.max_logprobs)
-        if scores_bytes > MAX_SCORES_BYTES:
+        if self.max_logprobs and (size := self._scores_bytes(self.max_logprobs)) > MAX_SCORES_BYTES:
             raise ValueError(
                 f"max_logprobs is {self.max_logprobs}: with max_num_batched_tokens {self.max_num_batched_tokens} the "
-                f"prompt logprobs of a step may take {scores_bytes} bytes, more than {MAX_SCORES_BYTES}; lower one"
+                f"prompt logprobs of a step may take {size} bytes, more than {MAX_SCORES_BYTES}; lower one"
             )
         return self
+
+    @property
+    def most_logprobs(self) -> int:
+        """`max_logprobs`, resolved."""
+        if self.max_logprobs is not None:
+            return self.max_logprobs
+        fitting = (k for k in range(DEFAULT_LOGPROBS, 0, -1) if self._scores_bytes(k) <= MAX_SCORES_BYTES)
+        return next(fitting, 0)
+
+    def _scores_bytes(self, alternatives: int) -> int:
+        return self.max_num_batched_tokens * logprob_bytes(alternatives)

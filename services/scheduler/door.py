@@ -92,7 +92,7 @@ def read_submit(
         )
     for name in ("logprobs", "prompt_logprobs"):
         if (wanted := getattr(submit, name)) > max_logprobs:
-            raise invalid(name, f"is {wanted}, the limit is --max-logprobs {max_logprobs}")
+            raise invalid(name, f"is {wanted}, at most {max_logprobs} are taken here (the scheduler's --max-logprobs)")
     if submit.min_tokens > submit.max_tokens:
         raise invalid("min_tokens", f"is {submit.min_tokens}, more than max_tokens {submit.max_tokens}")
     _check_sampling(submit.sampling, text_vocab_size)

@@ -121,7 +121,7 @@ class Engine:
                 text_vocab_size=self.model.text_vocab_size(core.limits.vocab_size),
                 block_tokens=core.limits.block_tokens,
                 max_choices=self.model.config.max_choices,
-                max_logprobs=self.model.config.max_logprobs,
+                max_logprobs=self.model.config.most_logprobs,
             )
         except RequestError as error:
             self.refuse(number, submit.request_id, error)

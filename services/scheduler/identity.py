@@ -150,7 +150,7 @@ class Model:
             block_tokens=limits.block_tokens,
             pool_tokens=limits.pool_tokens,
             max_choices=self.config.max_choices,
-            max_logprobs=self.config.max_logprobs,
+            max_logprobs=self.config.most_logprobs,
             fragment_bytes=FRAGMENT_BYTES,
         )
 

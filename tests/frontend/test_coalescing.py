@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.frontend.coalescing import MOST_IDS, Coalescer
+from services.frontend.coalescing import MOST_IDS, Coalescer, fits_a_message
 from services.frontend.request import Delta, Hold, Logprob, Stopped
 
 STOP = Stopped("stop")
@@ -114,3 +114,24 @@ def keep(due: list[tuple[int, Delta]], got: dict[int, list[Delta]]) -> None:
 
 def joined(parts: list[Delta], field: str) -> list[Any]:
     return [item for part in parts for item in getattr(part, field)]
+
+
+@pytest.mark.parametrize("alternatives", [0, 1, 20])
+def test_a_message_counts_alternatives_and_no_delta_is_larger_than_one(alternatives: int) -> None:
+    """What an engine gave at once to a frontend that was slow to read it."""
+    count = 3 * MOST_IDS
+    entry = Logprob(-1.0, 1, tuple((i, -1.0) for i in range(alternatives)))
+    whole = Delta("text", tuple(range(count)), (entry,) * count, Stopped("length"), -5.0)
+    coalescer = Coalescer(Hold(), 1)
+    assert coalescer.add(0, whole, 0.0)
+    told: list[Delta] = []
+    while not coalescer.empty:
+        told += [delta for _, delta in coalescer.due(0.0)]
+    assert max(len(delta.token_ids) * (1 + alternatives) for delta in told) <= MOST_IDS
+    assert [i for delta in told for i in delta.token_ids] == list(range(count))
+    assert all(len(delta.logprobs) == len(delta.token_ids) for delta in told)
+    # Text may lag behind ids; what ends the choice comes last.
+    assert [delta.text for delta in told[:-1]] == [""] * (len(told) - 1) and told[-1].text == "text"
+    assert [delta.stopped is None for delta in told] == [True] * (len(told) - 1) + [False]
+    assert told[-1].cumulative_logprob == -5.0
+    assert fits_a_message(Delta("", (1,), (entry,))) and not fits_a_message(whole)

@@ -290,6 +290,9 @@ def test_messages_count_alternatives_too_and_a_position_with_more_than_one_may_h
 
 def test_a_step_whose_prompt_logprobs_pass_a_message_is_refused_at_the_start() -> None:
     assert MAX_SCORES_BYTES <= MAX_MESSAGE_BYTES // 2
+    # 12 + 8 k bytes a position: 172 for 20, of which 195,083 fit 32 MB, and 20 for 1.
+    for tokens, expected in ((256, 20), (195_083, 20), (195_084, 19), (1_677_721, 1), (1_677_722, 0), (2**21, 0)):
+        assert SchedulerConfig(max_num_batched_tokens=tokens, model="m").most_logprobs == expected
     assert SchedulerConfig(max_num_batched_tokens=8192, max_logprobs=500, model="m").max_logprobs == 500
     with pytest.raises(ValueError, match="prompt logprobs of a step may take 65634304 bytes, more than 33554432"):
         SchedulerConfig(max_num_batched_tokens=8192, max_logprobs=1000, model="m")

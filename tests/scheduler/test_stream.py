@@ -238,8 +238,8 @@ async def test_a_field_that_is_not_served_fails_its_request_alone(model: Path, f
         ({"prompt": []}, "at least 1 of each"),
         ({"max_tokens": 0}, "at least 1 of each"),
         ({"stop_ids": [512]}, "stop_ids: holds id 512"),
-        ({"logprobs": 21}, "logprobs: is 21, the limit is --max-logprobs 20"),
-        ({"prompt_logprobs": 2**32 - 1}, "prompt_logprobs: is 4294967295, the limit is --max-logprobs 20"),
+        ({"logprobs": 21}, "logprobs: is 21, at most 20 are taken here (the scheduler's --max-logprobs)"),
+        ({"prompt_logprobs": 2**32 - 1}, "prompt_logprobs: is 4294967295, at most 20 are taken"),
         (
             {"sampling": generation_pb2.Sampling(allowed_token_ids=[1, 512])},
             "sampling.allowed_token_ids[1]: is 512; ids lie below the vocabulary size, 512",
