@@ -115,7 +115,7 @@ def multiply(x: Float32s, weights: Packed, bias: Float32s | None, out: Float32s,
 
 def _multiply_here(x: Float32s, weights: Packed, out: Float32s, resume: bool) -> None:
     """On the calling thread."""
-    widened, tail = np.empty((_SLICE, 16), np.uint32), np.empty((_ROW_BLOCK, 16), np.float32)
+    widened, tail = np.empty((_SLICE, 16), np.float32), np.empty((_ROW_BLOCK, 16), np.float32)
     for first in range(0, len(x), _ROW_BLOCK):
         rows = min(_ROW_BLOCK, len(x) - first)
         _multiply_piece(x, weights.panels, out, resume, first, rows, 0, len(weights.panels), widened, tail)
@@ -123,8 +123,8 @@ def _multiply_here(x: Float32s, weights: Packed, out: Float32s, resume: bool) ->
 
 @njit(**_OPTIONS)
 def _widen(panel, begin, count, out):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """out [slice, 16], the bits of float32, = panel [depth, 16] of bfloat16 from `begin`, `count` deep."""
-    source, target = panel[begin : begin + count].reshape(-1), out[:count].reshape(-1)
+    """out [slice, 16] float32 = panel [depth, 16] of bfloat16 from `begin`, `count` deep."""
+    source, target = panel[begin : begin + count].reshape(-1), out[:count].reshape(-1).view(np.uint32)
     for i in range(source.shape[0]):
         target[i] = np.uint32(source[i]) << np.uint32(16)
 
@@ -158,13 +158,13 @@ def _multiply_piece(x, panels, out, resume, first_row, rows, first_panel, last_p
                 height = rows * (t + 1) // tiles - r
                 source = x.ctypes.data + ((first_row + r) * depth + begin) * 4
                 y = out.ctypes.data + ((first_row + r) * outputs + p * 16) * 4 if whole else tail.ctypes.data + r * 64
-                if bfloat16 and tiles == 1:
-                    tile.bfloat16(
-                        height, source, depth, w, 16, count, y, y_stride, go_on, ahead + t * part, part // count
+                if bfloat16 and tiles > 1:
+                    tile.multiply(
+                        widened, height, source, depth, w, 16, count, y, y_stride, go_on, ahead + t * part, part // count
                     )
                 else:
-                    tile.float32(
-                        height, source, depth, w, 16, count, y, y_stride, go_on, ahead + t * part, part // count
+                    tile.multiply(
+                        panels, height, source, depth, w, 16, count, y, y_stride, go_on, ahead + t * part, part // count
                     )
             if not whole and s == slices - 1:
                 for r in range(rows):
@@ -180,7 +180,7 @@ def _multiply(x, panels, out, resume, threads):  # type: ignore[no-untyped-def] 
     runs = min(panels.shape[0], max(1, threads * _SHARES // blocks))
     taken = np.zeros(1, np.int64)
     for _ in prange(threads):
-        widened = np.empty((_SLICE, 16), np.uint32)
+        widened = np.empty((_SLICE, 16), np.float32)
         tail = np.empty((_ROW_BLOCK, 16), np.float32)
         while True:
             piece = tile.fetch_add(taken.ctypes.data, 1)
