@@ -158,14 +158,11 @@ def _multiply_piece(x, panels, out, resume, first_row, rows, first_panel, last_p
                 height = rows * (t + 1) // tiles - r
                 source = x.ctypes.data + ((first_row + r) * depth + begin) * 4
                 y = out.ctypes.data + ((first_row + r) * outputs + p * 16) * 4 if whole else tail.ctypes.data + r * 64
+                now, step = ahead + t * part, part // count
                 if bfloat16 and tiles > 1:
-                    tile.multiply(
-                        widened, height, source, depth, w, 16, count, y, y_stride, go_on, ahead + t * part, part // count
-                    )
+                    tile.multiply(widened, height, source, depth, w, 16, count, y, y_stride, go_on, now, step)
                 else:
-                    tile.multiply(
-                        panels, height, source, depth, w, 16, count, y, y_stride, go_on, ahead + t * part, part // count
-                    )
+                    tile.multiply(panels, height, source, depth, w, 16, count, y, y_stride, go_on, now, step)
             if not whole and s == slices - 1:
                 for r in range(rows):
                     for i in range(outputs - p * 16):
