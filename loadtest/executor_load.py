@@ -57,7 +57,8 @@ class Bench:
     def kv_token_bytes(self) -> int:
         """Keys and values of one token in all layers."""
         assert self._checkpoint is not None
-        return self._checkpoint.shape.kv_block_bytes(1, torch.float32.itemsize)
+        shape = self._checkpoint.shape
+        return 2 * shape.layers * shape.kv_heads * shape.head_dim * torch.float32.itemsize
 
     def prefill_s(self) -> float:
         """Seconds of a step that prefills one prompt of PREFILL_TOKENS."""

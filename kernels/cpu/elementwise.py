@@ -17,6 +17,7 @@ _PARALLEL_FROM = 16_384
 """Elements from which waking the other threads costs less than it saves."""
 _NAN_SAFE = {"reassoc", "contract", "arcp", "afn", "nsz"}
 _OPTIONS: dict[str, Any] = {"fastmath": _NAN_SAFE, "error_model": "numpy", "nogil": True, "cache": True}
+_INNER = _OPTIONS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 _LOG2_E = _F32(1 / math.log(2))
 # Taylor coefficients of 2^f, |f| <= 1/2: ln(2)^k / k!. The first one left out adds less than 1.3e-7.
@@ -25,18 +26,26 @@ _E1, _E2, _E3, _E4, _E5, _E6 = (_F32(math.log(2) ** k / math.factorial(k)) for k
 Float32s = npt.NDArray[np.float32]
 
 
-def rms_norm(x: Float32s, gain: Float32s, epsilon: float, out: Float32s) -> None:
-    """out = x / sqrt(mean(x^2) + epsilon) * gain, by rows (Zhang and Sennrich 2019); x and out [rows, width]."""
-    (_rms_norm if x.size < _PARALLEL_FROM else _rms_norm_parallel)(x, gain, _F32(epsilon), out)
+_NOTHING = np.zeros((0, 0), np.float32)
+
+
+def rms_norm(x: Float32s, gain: Float32s, epsilon: float, out: Float32s, added: Float32s | None = None) -> None:
+    """out = x / sqrt(mean(x^2) + epsilon) * gain, by rows (Zhang and Sennrich 2019); x and out [rows, width].
+
+    Where something is `added`, as x, it is added to x first, which is changed. `out` may be x otherwise.
+    """
+    _rms_norm(x, _NOTHING if added is None else added, gain, _F32(epsilon), out)
 
 
 def silu_multiply(gate_up: Float32s, out: Float32s) -> None:
     """out [rows, width] = silu(gate) * up (Shazeer 2020); gate_up [rows, 2 * width] holds gates, then ups."""
-    (_silu_multiply if out.size < _PARALLEL_FROM else _silu_multiply_parallel)(gate_up, out)
+    _silu_multiply(gate_up, out)
 
 
-@njit(**_OPTIONS)
-def _rms_norm_row(x, gain, epsilon, out):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+@njit(**_INNER)
+def _rms_norm_row(x, added, gain, epsilon, out):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    for i in range(added.shape[0]):
+        x[i] += added[i]
     total = _F32(0)
     for i in range(x.shape[0]):
         total += x[i] * x[i]
@@ -45,19 +54,18 @@ def _rms_norm_row(x, gain, epsilon, out):  # type: ignore[no-untyped-def]  # pra
         out[i] = x[i] * factor * gain[i]
 
 
-@njit(**_OPTIONS)
-def _rms_norm(x, gain, epsilon, out):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    for r in range(x.shape[0]):
-        _rms_norm_row(x[r], gain, epsilon, out[r])
-
-
 @njit(parallel=True, **_OPTIONS)
-def _rms_norm_parallel(x, gain, epsilon, out):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    for r in prange(x.shape[0]):
-        _rms_norm_row(x[r], gain, epsilon, out[r])
+def _rms_norm(x, added, gain, epsilon, out):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    some = added.shape[0] > 0
+    if x.size < _PARALLEL_FROM:
+        for r in range(x.shape[0]):
+            _rms_norm_row(x[r], added[r] if some else x[r, :0], gain, epsilon, out[r])
+    else:
+        for r in prange(x.shape[0]):
+            _rms_norm_row(x[r], added[r] if some else x[r, :0], gain, epsilon, out[r])
 
 
-@njit(**_OPTIONS)
+@njit(**_INNER)
 def _silu_multiply_row(gate, up, out):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """silu(g) = g / (1 + e^-g), with e^-g = 2^n * 2^f, n written into the exponent bits.
 
@@ -77,15 +85,12 @@ def _silu_multiply_row(gate, up, out):  # type: ignore[no-untyped-def]  # pragma
         out[i] = gate[i] / (_F32(1) + out[i] * powers[i]) * up[i]
 
 
-@njit(**_OPTIONS)
+@njit(parallel=True, **_OPTIONS)
 def _silu_multiply(gate_up, out):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     width = out.shape[1]
-    for r in range(out.shape[0]):
-        _silu_multiply_row(gate_up[r, :width], gate_up[r, width:], out[r])
-
-
-@njit(parallel=True, **_OPTIONS)
-def _silu_multiply_parallel(gate_up, out):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    width = out.shape[1]
-    for r in prange(out.shape[0]):
-        _silu_multiply_row(gate_up[r, :width], gate_up[r, width:], out[r])
+    if out.size < _PARALLEL_FROM:
+        for r in range(out.shape[0]):
+            _silu_multiply_row(gate_up[r, :width], gate_up[r, width:], out[r])
+    else:
+        for r in prange(out.shape[0]):
+            _silu_multiply_row(gate_up[r, :width], gate_up[r, width:], out[r])

@@ -40,6 +40,8 @@ _ALONE_BELOW = 400_000
 """Multiply-adds below which waking other threads takes longer than they save, some 15 us."""
 
 _OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True, "cache": True}
+_INNER = _OPTIONS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+"""Of functions that compiled code alone calls."""
 
 Float32s = npt.NDArray[np.float32]
 
@@ -105,31 +107,21 @@ def multiply(x: Float32s, weights: Packed, bias: Float32s | None, out: Float32s,
     if bias is not None:
         out[:] = bias
     if rows and weights.depth:
-        if threads == 1 or x.size * weights.outputs < _ALONE_BELOW:
-            _multiply_here(x, weights, out, bias is not None)
-        else:
-            _multiply(x, weights.panels, out, bias is not None, threads)
+        alone = x.size * weights.outputs < _ALONE_BELOW
+        _multiply(x, weights.panels, out, bias is not None, 1 if alone else threads)
     elif bias is None:
         out[:] = 0
 
 
-def _multiply_here(x: Float32s, weights: Packed, out: Float32s, resume: bool) -> None:
-    """On the calling thread."""
-    widened, tail = np.empty((_SLICE, 16), np.uint32), np.empty((_ROW_BLOCK, 16), np.float32)
-    for first in range(0, len(x), _ROW_BLOCK):
-        rows = min(_ROW_BLOCK, len(x) - first)
-        _multiply_piece(x, weights.panels, out, resume, first, rows, 0, len(weights.panels), widened, tail)
-
-
-@njit(**_OPTIONS)
+@njit(**_INNER)
 def _widen(panel, begin, count, out):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """out [slice, 16], the bits of float32, = panel [depth, 16] of bfloat16 from `begin`, `count` deep."""
-    source, target = panel[begin : begin + count].reshape(-1), out[:count].reshape(-1)
+    """out [slice, 16] float32 = panel [depth, 16] of bfloat16 from `begin`, `count` deep."""
+    source, target = panel[begin : begin + count].reshape(-1), out[:count].reshape(-1).view(np.uint32)
     for i in range(source.shape[0]):
         target[i] = np.uint32(source[i]) << np.uint32(16)
 
 
-@njit(**_OPTIONS)
+@njit(**_INNER)
 def _multiply_piece(x, panels, out, resume, first_row, rows, first_panel, last_panel, widened, tail):  # type: ignore[no-untyped-def]  # pragma: no cover
     """Rows first_row.. of out, the outputs of panels first_panel..last_panel-1."""
     depth, outputs = panels.shape[1], out.shape[1]
@@ -158,45 +150,45 @@ def _multiply_piece(x, panels, out, resume, first_row, rows, first_panel, last_p
                 height = rows * (t + 1) // tiles - r
                 source = x.ctypes.data + ((first_row + r) * depth + begin) * 4
                 y = out.ctypes.data + ((first_row + r) * outputs + p * 16) * 4 if whole else tail.ctypes.data + r * 64
-                if bfloat16 and tiles == 1:
-                    tile.bfloat16(
-                        height, source, depth, w, 16, count, y, y_stride, go_on, ahead + t * part, part // count
-                    )
+                now, step = ahead + t * part, part // count
+                if bfloat16 and tiles > 1:
+                    tile.multiply(widened, height, source, depth, w, 16, count, y, y_stride, go_on, now, step)
                 else:
-                    tile.float32(
-                        height, source, depth, w, 16, count, y, y_stride, go_on, ahead + t * part, part // count
-                    )
+                    tile.multiply(panels, height, source, depth, w, 16, count, y, y_stride, go_on, now, step)
             if not whole and s == slices - 1:
                 for r in range(rows):
                     for i in range(outputs - p * 16):
                         out[first_row + r, p * 16 + i] = tail[r, i]
 
 
+@njit(**_INNER)
+def _multiply_pieces(x, panels, out, resume, blocks, runs, taken):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    rows = x.shape[0]
+    widened = np.empty((_SLICE, 16), np.float32)
+    tail = np.empty((_ROW_BLOCK, 16), np.float32)
+    while True:
+        piece = tile.fetch_add(taken.ctypes.data, 1)
+        if piece >= blocks * runs:
+            break
+        block, run = piece // runs, piece % runs
+        first_row = rows * block // blocks
+        count = rows * (block + 1) // blocks - first_row
+        first, last = panels.shape[0] * run // runs, panels.shape[0] * (run + 1) // runs
+        _multiply_piece(x, panels, out, resume, first_row, count, first, last, widened, tail)
+
+
 @njit(parallel=True, **_OPTIONS)
 def _multiply(x, panels, out, resume, threads):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """Threads take pieces (a block of rows by a run of panels) off a common counter until none is left."""
+    """Threads take pieces (a block of rows by a run of panels) off a common counter until none is left.
+
+    One thread is the calling one.
+    """
     rows = x.shape[0]
     blocks = (rows + _ROW_BLOCK - 1) // _ROW_BLOCK
-    runs = min(panels.shape[0], max(1, threads * _SHARES // blocks))
+    runs = 1 if threads == 1 else min(panels.shape[0], max(1, threads * _SHARES // blocks))
     taken = np.zeros(1, np.int64)
-    for _ in prange(threads):
-        widened = np.empty((_SLICE, 16), np.uint32)
-        tail = np.empty((_ROW_BLOCK, 16), np.float32)
-        while True:
-            piece = tile.fetch_add(taken.ctypes.data, 1)
-            if piece >= blocks * runs:
-                break
-            block, run = piece // runs, piece % runs
-            first_row = rows * block // blocks
-            _multiply_piece(
-                x,
-                panels,
-                out,
-                resume,
-                first_row,
-                rows * (block + 1) // blocks - first_row,
-                panels.shape[0] * run // runs,
-                panels.shape[0] * (run + 1) // runs,
-                widened,
-                tail,
-            )
+    if threads == 1:
+        _multiply_pieces(x, panels, out, resume, blocks, runs, taken)
+    else:
+        for _ in prange(threads):
+            _multiply_pieces(x, panels, out, resume, blocks, runs, taken)

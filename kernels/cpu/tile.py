@@ -8,11 +8,10 @@ instruction, as functions that compiled code calls. Vectors are 16 float32 wide;
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 OUTPUTS = 16
@@ -20,67 +19,91 @@ OUTPUTS = 16
 ROWS = 6
 """The most rows of a tile."""
 
-_F32, _I64, _I32, _I16 = ir.FloatType(), ir.IntType(64), ir.IntType(32), ir.IntType(16)
-_F32S, _I32S, _I16S = (ir.VectorType(one, OUTPUTS) for one in (_F32, _I32, _I16))
+_F32, _I64, _I32, _I16, _I8 = ir.FloatType(), ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.IntType(8)
+_F32S, _I32S, _I16S, _I8S = (ir.VectorType(one, OUTPUTS) for one in (_F32, _I32, _I16, _I8))
 _SHIFT = ir.Constant(_I32S, [16] * OUTPUTS)
+_STORED = {types.float32: _F32S, types.uint16: _I16S, types.int8: _I8S}
+"""How 16 weights of an array lie in memory; uint16 are the bits of bfloat16."""
+_ARGUMENTS = 11
 
 
-def multiply(rows: int, bfloat16: bool) -> Callable[..., None]:
-    """A function for compiled code: (x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead,
-    ahead_step).
+@intrinsic  # type: ignore[untyped-decorator]
+def multiply(
+    context: Any,
+    stored: Any,
+    rows: Any,
+    x: Any,
+    x_stride: Any,
+    w: Any,
+    w_stride: Any,
+    depth: Any,
+    y: Any,
+    y_stride: Any,
+    resume: Any,
+    ahead: Any,
+    ahead_step: Any,
+) -> Any:
+    """For compiled code: y [rows, 16] float32 = x [rows, depth] float32 @ w [depth, 16], plus what y held where
+    `resume` is not 0.
 
-    All are int64, the arrays as addresses. y [rows, 16] float32 becomes x [rows, depth] float32 @ w [depth, 16], plus
-    what it held where `resume` is not 0. Strides are between rows, in elements. w is float32 or bfloat16. depth is 1 or
-    more. Meanwhile the cache is asked for ahead, ahead + ahead_step, ... (bytes), a line for each element
-    of depth: what will be read next.
+    `stored` is any array of the weights' type: float32, bfloat16 as uint16, or int8. All others are int64, the arrays
+    as addresses. rows is 1 to ROWS, depth 1 or more. Strides are between rows, in elements. Meanwhile the cache is
+    asked for ahead, ahead + ahead_step, ... (bytes), a line for each element of depth: what will be read next.
 
     Each output is one chain of fused multiply-adds in the order of depth: its bits depend neither on the tile's shape
     nor on where `depth` is cut, so a row's result is the same whatever rows share the product.
     """
-    arguments = (types.int64,) * 10
+    vector = _STORED[stored.dtype]
 
-    @intrinsic  # type: ignore[untyped-decorator]
-    def call(
-        context: Any,
-        x: Any,
-        x_stride: Any,
-        w: Any,
-        w_stride: Any,
-        depth: Any,
-        y: Any,
-        y_stride: Any,
-        resume: Any,
-        ahead: Any,
-        ahead_step: Any,
-    ) -> Any:
-        def generate(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-            builder.call(_tile_function(builder.module, rows, bfloat16), values)
-            return _context.get_dummy_value()
+    def generate(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        builder.call(_dispatcher(builder.module, vector), values[1:])
+        return _context.get_dummy_value()
 
-        return types.void(*arguments), generate
-
-    return call  # type: ignore[no-any-return]
+    return types.void(stored, *(types.int64,) * _ARGUMENTS), generate
 
 
-def _tile_function(module: Any, rows: int, bfloat16: bool) -> Any:
-    name = f"triptych_tile_{rows}_{'bfloat16' if bfloat16 else 'float32'}"
+def _dispatcher(module: Any, stored: Any) -> Any:
+    """The function that goes to the tile of so many rows."""
+    name = f"triptych_tile_{stored.element}"
     if (found := module.globals.get(name)) is not None:
         return found
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [_I64] * 10), name)
+    function = _function(module, name, _ARGUMENTS)
+    rows, *arguments = function.args
+    b = ir.IRBuilder(function.append_basic_block("entry"))
+    end = function.append_basic_block("end")
+    switch = b.switch(rows, end)
+    for count in range(1, ROWS + 1):
+        case = function.append_basic_block(f"rows_{count}")
+        switch.add_case(_i64(count), case)
+        b.position_at_end(case)
+        b.call(_tile_function(module, count, stored), arguments)
+        b.branch(end)
+    b.position_at_end(end)
+    b.ret_void()
+    return function
+
+
+def _function(module: Any, name: str, arguments: int) -> Any:
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [_I64] * arguments), name)
     function.linkage = "linkonce_odr"
     function.attributes.add("noinline")  # once in the machine code, and compiled once
-    _Body(function, rows, bfloat16).write()
+    return function
+
+
+def _tile_function(module: Any, rows: int, stored: Any) -> Any:
+    function = _function(module, f"triptych_tile_{stored.element}_{rows}", _ARGUMENTS - 1)
+    _Body(function, rows, stored).write()
     return function
 
 
 class _Body:
     """Writes the instructions of one tile function."""
 
-    def __init__(self, function: Any, rows: int, bfloat16: bool) -> None:
+    def __init__(self, function: Any, rows: int, stored: Any) -> None:
         self._function = function
         self._rows = rows
-        self._weight = _I16S if bfloat16 else _F32S
-        self._weight_bytes = 2 if bfloat16 else 4
+        self._stored = stored
+        self._weight_bytes = {_F32S: 4, _I16S: 2, _I8S: 1}[stored]
         self._b = ir.IRBuilder(function.append_basic_block("entry"))
 
     def write(self) -> None:
@@ -120,8 +143,12 @@ class _Body:
 
     def _widened(self, at: Any) -> Any:
         """16 weights as float32; a bfloat16 is the upper half of one."""
-        b, stored = self._b, self._load(at, self._weight)
-        return stored if self._weight is _F32S else b.bitcast(b.shl(b.zext(stored, _I32S), _SHIFT), _F32S)
+        b, stored = self._b, self._load(at, self._stored)
+        if self._stored is _F32S:
+            return stored
+        if self._stored is _I8S:
+            return b.sitofp(b.sext(stored, _I32S), _F32S)
+        return b.bitcast(b.shl(b.zext(stored, _I32S), _SHIFT), _F32S)
 
     def _spread(self, scalar: Any) -> Any:
         """A vector of the same number 16 times."""
@@ -138,7 +165,7 @@ class _Body:
 
     def _load(self, at: Any, kind: Any) -> Any:
         value = self._b.load(self._b.inttoptr(at, ir.PointerType(kind)))
-        value.align = 2 if kind is _I16S else 4
+        value.align = self._weight_bytes if kind is self._stored else 4
         return value
 
 
@@ -159,41 +186,3 @@ def fetch_add(context: Any, address: Any, amount: Any) -> Any:
         return builder.atomic_rmw("add", at, values[1], "monotonic")
 
     return types.int64(types.int64, types.int64), generate
-
-
-_B1, _B2, _B3, _B4, _B5, _B6 = (multiply(rows, bfloat16=True) for rows in range(1, ROWS + 1))
-_F1, _F2, _F3, _F4, _F5, _F6 = (multiply(rows, bfloat16=False) for rows in range(1, ROWS + 1))
-
-
-@njit(error_model="numpy", nogil=True, cache=True)
-def bfloat16(rows, x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """The tile of so many rows, at most ROWS, over bfloat16 weights; arguments as `multiply` says."""
-    if rows == 1:
-        _B1(x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step)
-    elif rows == 2:
-        _B2(x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step)
-    elif rows == 3:
-        _B3(x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step)
-    elif rows == 4:
-        _B4(x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step)
-    elif rows == 5:
-        _B5(x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step)
-    else:
-        _B6(x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step)
-
-
-@njit(error_model="numpy", nogil=True, cache=True)
-def float32(rows, x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """The tile of so many rows, at most ROWS, over float32 weights; arguments as `multiply` says."""
-    if rows == 1:
-        _F1(x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step)
-    elif rows == 2:
-        _F2(x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step)
-    elif rows == 3:
-        _F3(x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step)
-    elif rows == 4:
-        _F4(x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step)
-    elif rows == 5:
-        _F5(x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step)
-    else:
-        _F6(x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step)

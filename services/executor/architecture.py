@@ -54,10 +54,6 @@ class Architecture:
     soft_caps: bool = False
     """Scores are bent by a tanh."""
 
-    def kv_block_bytes(self, block_tokens: int, element_bytes: int) -> int:
-        """Bytes of one block: keys and values of all layers."""
-        return 2 * self.layers * self.kv_heads * block_tokens * self.head_dim * element_bytes
-
 
 def read(path: Path) -> PreTrainedConfig:
     """The checkpoint's config; no remote code is run. Raises StartError with the reasons where it is not served."""

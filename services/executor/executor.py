@@ -40,6 +40,7 @@ class Facts:
     weights_hash: str
     config_hash: str
     vocab_size: int
+    kv_dtype: torch.dtype
     block_bytes: int
     kv_bytes: int
 
@@ -85,10 +86,19 @@ class Executor:
             raise RuntimeError("masks before load")
         return self._settings.max_slots, self._facts.vocab_size
 
-    def load(self, settings: Settings, dtype: torch.dtype, weights_hash: str, report: loader.Report) -> Facts:
+    def load(
+        self,
+        settings: Settings,
+        dtype: torch.dtype,
+        weights_hash: str,
+        report: loader.Report,
+        *,
+        kv_dtype: torch.dtype | None = None,
+    ) -> Facts:
         """Loads the checkpoint to serve it by `settings`. Raises StartError, leaving nothing loaded.
 
-        `weights_hash` is what the files must hash to; empty: anything.
+        `weights_hash` is what the files must hash to; empty: anything. Keys and values are kept in `kv_dtype`; None: as
+        the weights are computed in.
         """
         torch.set_num_threads(self._threads)
         paged_attention.set_num_threads(self._threads)
@@ -103,17 +113,19 @@ class Executor:
             raise StartError(
                 f"a context of {settings.context_tokens} tokens is asked for, the model holds {shape.context_tokens}"
             )
-        needs = Needs.of(shape, device="cpu", dtype=dtype, block_tokens=settings.block_tokens)
+        needs = Needs.of(
+            shape, device="cpu", dtype=dtype, kv_dtype=kv_dtype or dtype, block_tokens=settings.block_tokens
+        )
         runner = ModelRunner(checkpoint, select(needs), needs)
         kv_bytes = memory.kv_budget_bytes(self._kv_memory_bytes, memory.available_bytes())
-        block_bytes = shape.kv_block_bytes(settings.block_tokens, dtype.itemsize)
         self._checkpoint, self._settings, self._runner = checkpoint, settings, runner
         self._facts = Facts(
             device="cpu",
             weights_hash=checkpoint.weights_hash,
             config_hash=config_hash(self._path),
             vocab_size=shape.vocab_size,
-            block_bytes=block_bytes,
+            kv_dtype=needs.kv_dtype,
+            block_bytes=shape.layers * needs.block_bytes,
             kv_bytes=kv_bytes,
         )
         log.info("loaded %s, weights %s, %d bytes for KV", self._path, checkpoint.weights_hash[:12], kv_bytes)

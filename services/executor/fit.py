@@ -23,6 +23,7 @@ class Fit:
     """The memory arithmetic of a model, and what each attention backend says of it."""
 
     dtype: str
+    kv_dtype: str
     vocab_size: int
     weight_bytes: int
     """As they are held: the CPU's linear layers keep bfloat16 where the files do, whatever `dtype` is."""
@@ -44,18 +45,22 @@ def fit(path: Path, engine: pb.EngineConfig, config: ExecutorConfig) -> Fit:
     weight_bytes, available = loader.weight_bytes(path, call.dtype), memory.available_bytes()
     if weight_bytes > available:
         raise StartError(
-            f"the weights of {path.name} take {weight_bytes} bytes to be served in {_name(call)}, {available} are "
-            "free; raise the memory limit or serve a smaller model"
+            f"the weights of {path.name} take {weight_bytes} bytes to be served in {_name(call.dtype)}, {available} "
+            "are free; raise the memory limit or serve a smaller model"
         )
-    needs = Needs.of(shape, device=config.device, dtype=call.dtype, block_tokens=engine.block_tokens)
+    needs = Needs.of(
+        shape, device=config.device, dtype=call.dtype, kv_dtype=call.kv_dtype, block_tokens=engine.block_tokens
+    )
+    block_bytes = shape.layers * needs.block_bytes
     return Fit(
-        dtype=_name(call),
+        dtype=_name(call.dtype),
+        kv_dtype=_name(call.kv_dtype),
         vocab_size=shape.vocab_size,
         weight_bytes=weight_bytes,
         available_bytes=available,
         kv_bytes=memory.kv_budget_bytes(config.kv_memory_bytes, available - weight_bytes),
-        block_bytes=shape.kv_block_bytes(engine.block_tokens, call.dtype.itemsize),
-        token_bytes=shape.kv_block_bytes(1, call.dtype.itemsize),
+        block_bytes=block_bytes,
+        token_bytes=block_bytes // engine.block_tokens,
         backends=selection.survey(needs),
     )
 
@@ -77,5 +82,5 @@ def _load_call(engine: pb.EngineConfig) -> wire.LoadCall:
         raise StartError(f"the executor refuses it: {error.message}") from None
 
 
-def _name(call: wire.LoadCall) -> str:
-    return str(call.dtype).removeprefix("torch.")
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from services.executor.attention.contract import AttentionBackend, AttentionStep, KvCache, Needs, StepShape
+from services.executor.attention.contract import AttentionBackend, KvCache, Needs, StepShape
 from services.executor.batch import StepInputs
 from services.executor.loader import Checkpoint
 from services.executor.plan import Int64s
@@ -23,32 +23,24 @@ class ModelRunner:
         self._layers = checkpoint.shape.layers
         self._backend = backend
         self._needs = needs
-        self._kv = torch.empty(0)
-        self._cache = KvCache((), ())
+        self._cache: KvCache | None = None
 
     def allocate(self, num_blocks: int) -> None:
-        """Makes KV tensors of `num_blocks` blocks, not initialized: no slot is read before it is written."""
-        block = (self._needs.kv_heads, self._needs.block_tokens, self._needs.head_dim)
-        # One tensor for all, so that a block is copied in one operation; each layer sees its own part of it.
-        self._kv = torch.empty((2 * self._layers, num_blocks, *block), dtype=self._needs.kv_dtype)
-        tensors = self._kv.unbind()
-        self._cache = KvCache(tensors[: self._layers], tensors[self._layers :])
+        """Makes KV tensors of `num_blocks` blocks."""
+        self._cache = self._backend.allocate(self._needs, self._layers, num_blocks)
 
     def copy_blocks(self, copies: Int64s) -> None:
         """Copies keys and values of all layers; `copies` is [n, 2] (source, destination), all sources read first."""
         if copies.size:
-            sources, destinations = torch.from_numpy(copies.T.copy())
-            self._kv.index_copy_(1, destinations, self._kv.index_select(1, sources))
+            self._allocated().copy_blocks(*torch.from_numpy(copies.T.copy()))
 
     def forward(self, inputs: StepInputs, tables: npt.NDArray[np.int32]) -> torch.Tensor:
         """Computes every row's tokens, writes their KV, and returns logits [sampling rows, vocab]."""
-        query_starts, contexts = torch.from_numpy(inputs.query_starts), torch.from_numpy(inputs.contexts)
         shape = StepShape(
             tables=torch.from_numpy(tables),
             slots=torch.from_numpy(inputs.slots),
-            query_starts=query_starts,
-            contexts=contexts,
-            items=self._backend.cut(query_starts, contexts, self._needs),
+            query_starts=torch.from_numpy(inputs.query_starts),
+            contexts=torch.from_numpy(inputs.contexts),
         )
         last_tokens = inputs.query_starts[inputs.sampling_rows + 1] - 1
         output = self._model(
@@ -56,7 +48,7 @@ class ModelRunner:
             position_ids=torch.from_numpy(inputs.positions)[None],
             use_cache=False,
             logits_to_keep=torch.from_numpy(last_tokens),
-            attention_step=AttentionStep(self._backend, self._cache, shape),
+            attention_step=self._allocated().begin(shape),
         )
         logits: torch.Tensor = output.logits[0]
         return logits
@@ -82,6 +74,11 @@ class ModelRunner:
         ready._modules = self._model._modules | {self._model.base_model_prefix: _Ready(hidden[None])}
         logits: torch.Tensor = ready.forward(use_cache=False).logits[0]
         return logits
+
+    def _allocated(self) -> KvCache:
+        if self._cache is None:
+            raise RuntimeError("a step before allocate")
+        return self._cache
 
 
 class _Ready(torch.nn.Module):

@@ -41,7 +41,9 @@ class _Loading:
         def report(progress: Progress) -> None:
             loop.call_soon_threadsafe(self._show, progress)
 
-        future = steps.submit(lambda: executor.load(call.settings, call.dtype, weights_hash, report))
+        future = steps.submit(
+            lambda: executor.load(call.settings, call.dtype, weights_hash, report, kv_dtype=call.kv_dtype)
+        )
         self.done: asyncio.Future[Facts] = asyncio.wrap_future(future)
         self.done.add_done_callback(lambda _: self._changed.set())
 

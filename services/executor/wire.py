@@ -22,6 +22,8 @@ FEATURES: tuple[str, ...] = ()
 """Optional parts of the contract served; none yet."""
 
 _DTYPES = {pb.D_TYPE_UNSPECIFIED: torch.float32, pb.D_TYPE_FLOAT32: torch.float32}
+_KV_DTYPES = _DTYPES | {pb.D_TYPE_BFLOAT16: torch.bfloat16, pb.D_TYPE_INT8: torch.int8}
+_NUMBERS = {torch.float32: pb.D_TYPE_FLOAT32, torch.bfloat16: pb.D_TYPE_BFLOAT16, torch.int8: pb.D_TYPE_INT8}
 
 # The fields served now; every other one is refused. Counts and ranks of parallelism are served as "undivided" alone.
 _SERVED = {
@@ -93,14 +95,15 @@ class LoadCall:
 
     settings: Settings
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     model: str = field(compare=False)
     revision: str = field(compare=False)
     """Commit of a hub that the files must be of, where it is known here of which they are; empty: any."""
 
     def difference(self, other: LoadCall) -> str:
         """What `other` asks for that is not so here, for people."""
-        theirs = asdict(other.settings) | {"dtype": other.dtype}
-        ours = asdict(self.settings) | {"dtype": self.dtype}
+        theirs = asdict(other.settings) | {"dtype": other.dtype, "kv_dtype": other.kv_dtype}
+        ours = asdict(self.settings) | {"dtype": self.dtype, "kv_dtype": self.kv_dtype}
         return ", ".join(f"{key} is {ours[key]}, not {theirs[key]}" for key in ours if ours[key] != theirs[key])
 
 
@@ -121,13 +124,15 @@ def load_call(request: pb.LoadRequest) -> LoadCall:
     if config.dtype not in _DTYPES:
         raise unserved("config.dtype", f"{_dtype_name(config.dtype)} is not served on a CPU yet; float32 is")
     dtype = _DTYPES[config.dtype]
-    if config.kv_dtype not in _DTYPES:
-        raise unserved("config.kv_dtype", f"{_dtype_name(config.kv_dtype)} is not served yet; float32 is")
+    if config.kv_dtype not in _KV_DTYPES:
+        raise unserved(
+            "config.kv_dtype", f"{_dtype_name(config.kv_dtype)} is not served yet; float32, bfloat16 and int8 are"
+        )
     for name in ("context_tokens", "block_tokens", "max_slots", "max_step_tokens"):
         if getattr(config, name) < 1:
             raise invalid(f"config.{name}", "must be at least 1")
     settings = Settings(config.context_tokens, config.block_tokens, config.max_slots, config.max_step_tokens)
-    return LoadCall(settings, dtype, config.model, config.revision)
+    return LoadCall(settings, dtype, _KV_DTYPES[config.kv_dtype], config.model, config.revision)
 
 
 def loaded(facts: Facts, settings: Settings) -> pb.LoadResponse:
@@ -145,7 +150,7 @@ def loaded(facts: Facts, settings: Settings) -> pb.LoadResponse:
             max_in_flight=MAX_IN_FLIGHT,
             mask_cache_size=CACHE_SIZE,
             dtype=pb.D_TYPE_FLOAT32,
-            kv_dtype=pb.D_TYPE_FLOAT32,
+            kv_dtype=_NUMBERS[facts.kv_dtype],
         )
     )
 

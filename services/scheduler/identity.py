@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 _DTYPES = {
     "auto": executor_pb2.D_TYPE_UNSPECIFIED,
     "float32": executor_pb2.D_TYPE_FLOAT32,
+    "bfloat16": executor_pb2.D_TYPE_BFLOAT16,
+    "int8": executor_pb2.D_TYPE_INT8,
 }
 
 
@@ -77,6 +79,7 @@ class Model:
             model=self.folder,
             revision=self.revision,
             dtype=_DTYPES[config.dtype],
+            kv_dtype=_DTYPES[config.kv_dtype],
             context_tokens=self.context_tokens,
             block_tokens=config.block_size,
             max_slots=config.max_num_seqs,

@@ -92,6 +92,10 @@ def test_the_memory_arithmetic_is_that_of_a_hand(tiny: Path, capsys: pytest.Capt
     assert memory["fitting_tokens"] == 9 * 16  # block 0 holds nothing
     assert (pool["pool_tokens"], pool["context_tokens"]) == (144, 144)
     assert pool["level"] == "note"
+    for kv_dtype, vector_bytes in (("bfloat16", 2 * 16), ("int8", 16 + 4)):
+        _, report = _examine(capsys, tiny, "--scheduler.kv-dtype", kv_dtype)
+        memory = report["sections"]["Model"]["memory"]
+        assert (memory["kv_dtype"], memory["kv_bytes_per_token"]) == (kv_dtype, 2 * 2 * 2 * vector_bytes)
     assert "the context is lowered to 144 from 1024 tokens" in pool["text"]
 
 

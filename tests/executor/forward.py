@@ -15,11 +15,11 @@ from services.executor.batch import StepInputs
 from services.executor.runner import ModelRunner
 
 
-def logits(path: Path, ids: Sequence[int]) -> np.ndarray:
+def logits(path: Path, ids: Sequence[int], kv_dtype: torch.dtype = torch.float32) -> np.ndarray:
     """[vocab] float32: for the id that follows `ids`, all computed in one step."""
     checkpoint = loader.load(path, torch.float32, lambda progress: None)
     shape = checkpoint.shape
-    needs = Needs("cpu", torch.float32, torch.float32, shape.heads, shape.kv_heads, shape.head_dim, 16)
+    needs = Needs.of(shape, device="cpu", dtype=torch.float32, kv_dtype=kv_dtype, block_tokens=16)
     runner = ModelRunner(checkpoint, select(needs), needs)
     blocks = -(-len(ids) // 16)
     runner.allocate(1 + blocks)

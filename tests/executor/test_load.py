@@ -67,6 +67,27 @@ async def test_the_same_config_again_is_answered_at_once_and_another_is_refused(
             assert f"{key} is " in details and f", not {value}" in details
 
 
+@pytest.mark.parametrize(
+    ("kv_dtype", "block_bytes"),
+    [
+        (pb.D_TYPE_BFLOAT16, BLOCK_BYTES // 2),
+        (
+            pb.D_TYPE_INT8,
+            BLOCK_BYTES // 4 + 2 * 2 * 2 * 16 * 4,
+        ),  # a scale of 4 bytes for each key and value
+    ],
+)
+async def test_a_load_says_how_keys_and_values_are_kept(
+    tiny: Path, kv_dtype: pb.DType.ValueType, block_bytes: int
+) -> None:
+    async with serve(tiny) as rig:
+        loaded = await rig.load(config=changed(rig, kv_dtype=kv_dtype))
+        assert (loaded.dtype, loaded.kv_dtype) == (pb.D_TYPE_FLOAT32, kv_dtype)
+        assert [group.block_bytes for group in loaded.kv_groups] == [block_bytes]
+        code, details = await refused(rig.load())
+        assert code == grpc.StatusCode.FAILED_PRECONDITION and "kv_dtype is " in details
+
+
 async def test_loads_at_the_same_time_share_one_load(tiny: Path) -> None:
     async with serve(tiny) as rig:
         first, second = await asyncio.gather(rig.load(), rig.load())
@@ -116,7 +137,7 @@ async def test_parts_of_a_load_that_are_not_served_yet_are_named(
         ("dp_size", 2, grpc.StatusCode.UNIMPLEMENTED),
         ("quantization", "awq", grpc.StatusCode.UNIMPLEMENTED),
         ("dtype", pb.D_TYPE_BFLOAT16, grpc.StatusCode.UNIMPLEMENTED),
-        ("kv_dtype", pb.D_TYPE_INT8, grpc.StatusCode.UNIMPLEMENTED),
+        ("kv_dtype", pb.D_TYPE_E4M3, grpc.StatusCode.UNIMPLEMENTED),
         ("kv_dtype", 99, grpc.StatusCode.UNIMPLEMENTED),
         ("block_tokens", 0, grpc.StatusCode.INVALID_ARGUMENT),
         ("max_slots", 0, grpc.StatusCode.INVALID_ARGUMENT),

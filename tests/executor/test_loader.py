@@ -321,7 +321,7 @@ def test_a_shard_that_is_not_there_is_named(tmp_path: Path) -> None:
     [
         ({"device": "cuda"}, "runs on cpu, not on cuda"),
         ({"dtype": torch.float16}, "dtype is float32 alone, not float16"),
-        ({"kv_dtype": torch.int8}, "kv_dtype is float32 alone, not int8"),
+        ({"kv_dtype": torch.float16}, "kv_dtype is one of float32, bfloat16, int8, not float16"),
         ({"heads": 5}, "5 query heads are no multiple of 2 kv heads"),
     ],
 )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 
-from kernels.cpu import paged_attention
+from kernels.cpu import kv_cache, paged_attention
 
 # float32 with sums of at most a few hundred terms of size about 1: 1e-5 is some 80 units in the last place.
 TOLERANCE = 1e-5
+NO_SCALES, NO_ANGLES, NO_GAIN = (np.zeros(shape, np.float32) for shape in ((0, 0, 0), (1, 0), 0))
 
 
 @dataclass
@@ -27,14 +28,18 @@ class Step:
     slots: np.ndarray
     query_starts: np.ndarray
     contexts: np.ndarray
+    key_scales: np.ndarray = field(default_factory=lambda: NO_SCALES)
+    value_scales: np.ndarray = field(default_factory=lambda: NO_SCALES)
 
     def attend(self, threads: int = 1, *, window: int = 0, cap: float = 0.0) -> np.ndarray:
-        out = np.full_like(self.q, np.nan)
+        out, q = np.full_like(self.q, np.nan), np.full_like(self.q, np.nan)
         heads, kv_heads = self.q.shape[1], self.k.shape[1]
         items = paged_attention.work_items(self.query_starts, self.contexts, heads, kv_heads, threads)
-        scale = paged_attention.float32(self.q.shape[2] ** -0.5)
-        arguments = (self.keys, self.values, self.tables, self.slots, self.query_starts, self.contexts, items)
-        paged_attention.attend(self.q, self.k, self.v, *arguments, scale, window, paged_attention.float32(cap), out)
+        rows = kv_cache.Rows(self.tables, self.slots, self.query_starts, self.contexts)
+        cache = kv_cache.LayerCache(self.keys, self.values, self.key_scales, self.value_scales)
+        projected = np.concatenate([self.q, self.k, self.v], axis=1)
+        kv_cache.write(projected, NO_ANGLES, NO_ANGLES, NO_GAIN, NO_GAIN, 0.0, q, cache, rows)
+        paged_attention.attend(q, cache, rows, items, self.q.shape[2] ** -0.5, window, cap, out)
         return out
 
 
@@ -61,8 +66,8 @@ def make(
     blocks = rng.permutation(np.arange(1, needed.sum() + 1)).astype(np.int32)
     slots = rng.permutation(len(rows) + 2)[: len(rows)].astype(np.int64)
     tables = np.full((len(rows) + 2, int(needed.max()) + 3), -1, np.int32)
-    keys = np.full((int(needed.sum()) + 1, kv_heads, block_tokens, head_dim), np.nan, np.float32)
-    values = keys.copy()
+    values = np.full((int(needed.sum()) + 1, kv_heads, block_tokens, head_dim), np.nan, np.float32)
+    keys = values.transpose(0, 1, 3, 2).copy()
     whole, taken = [], 0
     for row, (before, new) in enumerate(rows):
         table = tables[slots[row]]
@@ -70,7 +75,7 @@ def make(
         taken += needed[row]
         k, v = normal(before + new, kv_heads, head_dim), normal(before + new, kv_heads, head_dim)
         for t in range(before):
-            keys[table[t // block_tokens], :, t % block_tokens] = k[t]
+            keys[table[t // block_tokens], :, :, t % block_tokens] = k[t]
             values[table[t // block_tokens], :, t % block_tokens] = v[t]
         whole.append((k, v))
     new_k = np.concatenate([k[before:] for (before, _), (k, _) in zip(rows, whole, strict=True)])
@@ -78,6 +83,35 @@ def make(
     starts = np.concatenate([[0], np.cumsum([new for _, new in rows])]).astype(np.int64)
     q = normal(int(starts[-1]), heads, head_dim)
     return Step(q, new_k, new_v, keys, values, tables, slots, starts, contexts), whole
+
+
+def store(step: Step, kind: str) -> None:
+    """Has the step's cache hold bfloat16 or int8: NaN stays in every place that holds no token."""
+    if kind == "bfloat16":
+        step.keys, step.values = ((one.view(np.uint32) >> 16).astype(np.uint16) for one in (step.keys, step.values))
+        return
+    with np.errstate(invalid="ignore"):
+        for name, axis in (("key", 2), ("value", 3)):
+            vectors = getattr(step, f"{name}s")
+            scales = np.abs(vectors).max(axis=axis) / np.float32(127)
+            setattr(step, f"{name}s", np.rint(vectors / np.expand_dims(scales, axis)).astype(np.int8))
+            setattr(step, f"{name}_scales", scales)
+
+
+def stored(step: Step, kind: str) -> list[tuple[np.ndarray, np.ndarray]]:
+    """What the cache holds of each row after the step, float32, as `make` gives it."""
+    keys, values = step.keys.transpose(0, 1, 3, 2), step.values
+    if kind == "bfloat16":
+        keys, values = ((one.astype(np.uint32) << 16).view(np.float32) for one in (keys, values))
+    elif kind == "int8":
+        keys, values = keys * step.key_scales[..., None], values * step.value_scales[..., None]
+    block_tokens = values.shape[2]
+    whole = []
+    for slot, context in zip(step.slots, step.contexts, strict=True):
+        tokens = np.arange(context)
+        place = (step.tables[slot, tokens // block_tokens], slice(None), tokens % block_tokens)
+        whole.append((keys[place], values[place]))
+    return whole
 
 
 def reference(
@@ -153,7 +187,7 @@ def test_tokens_before_the_window_of_every_query_are_not_read(new: int) -> None:
     expected = reference(step, whole, window=10)
     table = step.tables[step.slots[0]]
     for token in range(100 + 1 - 10):
-        step.keys[table[token // 16], :, token % 16] = step.values[table[token // 16], :, token % 16] = np.nan
+        step.keys[table[token // 16], :, :, token % 16] = step.values[table[token // 16], :, token % 16] = np.nan
     table[: (100 + 1 - 10) // 16] = -1
     # One item would reach from the first query's window on; 40 queries are several, and each starts at its own.
     np.testing.assert_allclose(step.attend(window=10), expected, atol=TOLERANCE, rtol=TOLERANCE)
@@ -181,6 +215,30 @@ def test_a_window_as_long_as_the_row_changes_no_bit() -> None:
     np.testing.assert_array_equal(step.attend(window=10_000), step.attend())
 
 
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+@pytest.mark.parametrize("shape", [{}, {"block_tokens": 3}, {"block_tokens": 32, "head_dim": 13}, {"heads": 34}])
+def test_smaller_keys_and_values_are_computed_with_as_they_are_stored(kind: str, shape: dict[str, int]) -> None:
+    """Within float32's rounding of what the cache holds: nothing is lost on the way from it."""
+    step, _ = make(EDGES, **shape)
+    store(step, kind)
+    for window, cap in ((0, 0.0), (33, 2.0)):
+        out = step.attend(2, window=window, cap=cap)
+        expected = reference(step, stored(step, kind), window=window, cap=cap)
+        np.testing.assert_allclose(out, expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+@pytest.mark.parametrize("new", [1, 40])
+def test_nan_in_one_row_of_smaller_keys_and_values_shows_in_that_row_alone(kind: str, new: int) -> None:
+    step, _ = make([(40, new), (40, new), (40, new)])
+    store(step, kind)
+    clean = step.attend()
+    step.k[new] = np.nan
+    out = step.attend()
+    assert np.isnan(out[new : 2 * new]).all()
+    assert np.array_equal(np.delete(out, slice(new, 2 * new), 0), np.delete(clean, slice(new, 2 * new), 0))
+
+
 def test_prefill_and_decode_rows_in_one_step_with_more_threads_than_items() -> None:
     step, whole = make([(100, 1), (0, 90), (30, 1), (64, 64), (3, 1)])
     expected = reference(step, whole)
@@ -196,7 +254,7 @@ def test_new_keys_and_values_are_written_to_their_place_and_nowhere_else() -> No
     for row, (before, new) in enumerate(rows):
         for t in range(before, before + new):
             block = step.tables[step.slots[row], t // 16]
-            keys[block, :, t % 16], values[block, :, t % 16] = whole[row][0][t], whole[row][1][t]
+            keys[block, :, :, t % 16], values[block, :, t % 16] = whole[row][0][t], whole[row][1][t]
     np.testing.assert_array_equal(step.keys, keys)
     np.testing.assert_array_equal(step.values, values)
 
@@ -242,7 +300,7 @@ def test_nan_in_one_row_shows_in_that_row_alone(new: int) -> None:
 def test_nan_and_infinite_scores_become_nan_as_in_torch(new: int) -> None:
     for poison in (np.nan, np.inf):
         step, _ = make([(40, new)])
-        step.keys[step.tables[step.slots[0], 1], :, 2] = poison
+        step.keys[step.tables[step.slots[0], 1], :, :, 2] = poison
         assert np.isnan(step.attend()).all(axis=(1, 2)).all()
 
 
@@ -268,8 +326,8 @@ def test_offsets_are_64_bit() -> None:
     step, whole = make([(20, 1)], block_tokens=16, kv_heads=2, head_dim=128)
     block_elements = 2 * 16 * 128
     far = 2**31 // block_elements + 5
-    keys = np.empty((far + 3, 2, 16, 128), np.float32)
-    values = np.empty_like(keys)
+    keys = np.empty((far + 3, 2, 128, 16), np.float32)
+    values = np.empty((far + 3, 2, 16, 128), np.float32)
     table = step.tables[step.slots[0]]
     for i, block in enumerate((far, far + 2)):
         keys[block], values[block] = step.keys[table[i]], step.values[table[i]]

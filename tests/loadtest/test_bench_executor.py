@@ -38,7 +38,7 @@ def test_work_is_counted_by_the_weights_and_the_keys_and_values(tmp_path: Path) 
     assert bench.weight_bytes() == 2 * (2 * layer + head)
     assert bench.kv_token_bytes() == 2 * 2 * 2 * 16 * 4  # K and V, 2 layers, 2 kv heads, head_dim 16, float32
     shapes = sorted((one.weights.outputs, one.weights.depth) for one in bench.linears())
-    of_a_layer = [(64, 64), (32, 64), (32, 64), (64, 64), (256, 64), (64, 128)]  # gate and up are one
+    of_a_layer = [(128, 64), (64, 64), (256, 64), (64, 128)]  # queries, keys and values are one, as are gate and up
     assert shapes == sorted([(512, 64), *of_a_layer, *of_a_layer])
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from triptych.executor.v1 import executor_pb2
 
 from loadtest.stub_executor import StubExecutor
 from services.common.config import load
 from services.common.errors import StartError
 from services.scheduler.config import SchedulerConfig
+from services.scheduler.executor_link import ExecutorFacts
 from services.scheduler.identity import Model
 from tests.support.attached import Frontend, scheduler_for, write_model
 
@@ -54,6 +58,40 @@ def test_the_commit_of_a_hubs_model_goes_to_the_executor_and_its_name_to_fronten
     model = Model.read(SchedulerConfig(model=str(path)))
     assert (model.name, model.engine_config().model, model.engine_config().revision) == ("org/tiny", "org/tiny", commit)
     assert Model.read(SchedulerConfig(model=str(write_model(tmp_path / "plain")))).engine_config().revision == ""
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "asked"),
+    [
+        ("auto", executor_pb2.D_TYPE_UNSPECIFIED),
+        ("float32", executor_pb2.D_TYPE_FLOAT32),
+        ("bfloat16", executor_pb2.D_TYPE_BFLOAT16),
+        ("int8", executor_pb2.D_TYPE_INT8),
+    ],
+)
+def test_the_dtype_of_keys_and_values_goes_to_the_executor(
+    tmp_path: Path, kv_dtype: Any, asked: executor_pb2.DType.ValueType
+) -> None:
+    model = Model.read(SchedulerConfig(model=str(write_model(tmp_path)), kv_dtype=kv_dtype))
+    assert (model.engine_config().kv_dtype, model.engine_config().dtype) == (asked, executor_pb2.D_TYPE_UNSPECIFIED)
+
+
+def test_engines_that_keep_keys_and_values_otherwise_have_another_fingerprint(tmp_path: Path) -> None:
+    model = Model.read(SchedulerConfig(model=str(write_model(tmp_path))))
+    facts = ExecutorFacts(
+        device="cpu",
+        version=1,
+        weights_hash="w",
+        config_hash="",
+        vocab_size=64,
+        block_bytes=1,
+        kv_bytes=100,
+        max_in_flight=1,
+        dtype="float32",
+        kv_dtype="float32",
+    )
+    kinds = ("float32", "bfloat16", "int8")
+    assert len({model.fingerprint(replace(facts, kv_dtype=kind)) for kind in kinds}) == len(kinds)
 
 
 @pytest.mark.parametrize("reserve", [129, 9999])

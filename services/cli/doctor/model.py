@@ -113,10 +113,12 @@ def _memory(fit: Fit, model: Model) -> list[Finding]:
         "kv_bytes_per_token": fit.token_bytes,
         "fitting_tokens": tokens,
         "dtype": fit.dtype,
+        "kv_dtype": fit.kv_dtype,
     }
     text = (
-        f"weights {_size(fit.weight_bytes)}, computed in {fit.dtype}; KV {fit.token_bytes / 1e6:.3f} MB a token; of "
-        f"{_size(fit.available_bytes)} free {_size(fit.kv_bytes)} are for KV: {_count(tokens)} tokens fit"
+        f"weights {_size(fit.weight_bytes)}, computed in {fit.dtype}; KV {fit.token_bytes / 1e6:.3f} MB a token, "
+        f"in {fit.kv_dtype}; of {_size(fit.available_bytes)} free {_size(fit.kv_bytes)} are for KV: "
+        f"{_count(tokens)} tokens fit"
     )
     return [Finding("memory", text, facts=facts), _pool(fit, model)]
 
@@ -150,7 +152,7 @@ def _limits(fit: Fit, model: Model) -> Limits:
         kv_bytes=fit.kv_bytes,
         max_in_flight=1,
         dtype=fit.dtype,
-        kv_dtype=fit.dtype,
+        kv_dtype=fit.kv_dtype,
     )
     return model.limits(facts)
 

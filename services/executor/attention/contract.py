@@ -27,12 +27,14 @@ class Needs:
     """Layers that bend their scores by a tanh."""
 
     @classmethod
-    def of(cls, shape: Architecture, *, device: str, dtype: torch.dtype, block_tokens: int) -> Self:
-        """Of a model whose weights and KV are in `dtype`."""
+    def of(
+        cls, shape: Architecture, *, device: str, dtype: torch.dtype, kv_dtype: torch.dtype, block_tokens: int
+    ) -> Self:
+        """Of a model computed in `dtype`."""
         return cls(
             device=device,
             dtype=dtype,
-            kv_dtype=dtype,
+            kv_dtype=kv_dtype,
             heads=shape.heads,
             kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,
@@ -40,6 +42,17 @@ class Needs:
             windows=shape.windows,
             soft_caps=shape.soft_caps,
         )
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether each key and value of a head has a float32 scale beside it, as integers need."""
+        return not self.kv_dtype.is_floating_point
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of one layer: keys and values, and their scales."""
+        vector_bytes = self.head_dim * self.kv_dtype.itemsize + (torch.float32.itemsize if self.is_scaled else 0)
+        return 2 * self.kv_heads * self.block_tokens * vector_bytes
 
 
 @dataclass(frozen=True)
@@ -54,11 +67,19 @@ class Scores:
 
 
 @dataclass(frozen=True, eq=False)
-class KvCache:
-    """Keys and values of all layers: [num_blocks, kv_heads, block_tokens, head_dim] a layer. Block 0 is null."""
+class Rotary:
+    """What becomes of queries and keys before they meet: an RMSNorm a head where there are gains, then a rotation.
 
-    keys: tuple[torch.Tensor, ...]
-    values: tuple[torch.Tensor, ...]
+    Of n angles a token, the first n numbers of a head are rotated, number i together with number i + n/2.
+    """
+
+    cos: torch.Tensor
+    """[tokens, angles] float32"""
+    sin: torch.Tensor
+    q_gain: torch.Tensor | None = None
+    """[head_dim] float32"""
+    k_gain: torch.Tensor | None = None
+    epsilon: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,41 +94,39 @@ class StepShape:
     """[rows + 1] where a row's tokens begin in the flat batch."""
     contexts: torch.Tensor
     """[rows] tokens of a row, the step's included."""
-    items: torch.Tensor
-    """[n, 4] the backend's own cut of the work; empty where it makes none."""
 
 
-@dataclass(frozen=True, eq=False)
-class AttentionStep:
-    """Travels through the model's forward call as the keyword argument `attention_step`."""
+class AttentionStep(Protocol):
+    """A backend at work on one step. Travels through the model's forward call as the keyword `attention_step`."""
 
-    backend: AttentionBackend
-    cache: KvCache
-    shape: StepShape
+    def attend(
+        self, layer: int, projected: torch.Tensor, rotary: Rotary | None, scores: Scores, out: torch.Tensor
+    ) -> None:
+        """Writes the keys and values of a layer's new tokens into its blocks and attends, causally, to each row's.
+
+        projected [tokens, heads + 2 * kv_heads, head_dim]: a token's query heads, its key heads, its value heads, as
+        the layer's products gave them; with `rotary` None they are what attends and is kept. out [tokens, heads,
+        head_dim] is written. float32 on a CPU, contiguous.
+        """
+
+
+class KvCache(Protocol):
+    """Keys and values of all layers in blocks, laid out as a backend likes. Block 0 is null."""
+
+    def copy_blocks(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+        """Copies blocks [n] of all layers; all sources are read first."""
+
+    def begin(self, shape: StepShape) -> AttentionStep:
+        """What a step's layers call."""
 
 
 class AttentionBackend(Protocol):
-    """Writes new keys and values into blocks and attends to a row's tokens, causally."""
+    """Makes the KV tensors, writes new keys and values into their blocks and attends to a row's tokens, causally."""
 
     name: str
 
     def refusals(self, needs: Needs) -> list[str]:
         """Why this backend cannot serve `needs`; empty where it can."""
 
-    def cut(self, query_starts: torch.Tensor, contexts: torch.Tensor, needs: Needs) -> torch.Tensor:
-        """StepShape.items of a step, made once and used by every layer."""
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        shape: StepShape,
-        scores: Scores,
-    ) -> torch.Tensor:
-        """query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim] -> like query.
-
-        `keys` and `values` are the layer's KV tensors and are written.
-        """
+    def allocate(self, needs: Needs, layers: int, num_blocks: int) -> KvCache:
+        """KV tensors, not initialized: no slot is read before it is written."""

@@ -1,65 +1,20 @@
-"""The CPU backend: numba's kernel as a torch operator, so that eager and compiled models see one op."""
+"""The CPU backend: numba's kernels over a paged cache in float32, bfloat16 or int8."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
-from kernels.cpu import paged_attention
-from services.executor.attention.contract import Needs, Scores, StepShape
+from kernels.cpu import kv_cache, paged_attention
+from services.executor.attention.contract import Needs, Rotary, Scores, StepShape
 
-_LIBRARY = torch.library.Library("triptych", "DEF")  # type: ignore[no-untyped-call]
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    "paged_attention_cpu(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor tables,"
-    " Tensor slots, Tensor query_starts, Tensor contexts, Tensor items, float scale,"
-    " int window, float cap) -> Tensor"
-)
-
-
-def _run(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    tables: torch.Tensor,
-    slots: torch.Tensor,
-    query_starts: torch.Tensor,
-    contexts: torch.Tensor,
-    items: torch.Tensor,
-    scale: float,
-    window: int,
-    cap: float,
-) -> torch.Tensor:
-    out = torch.empty(query.shape, dtype=query.dtype)
-    paged_attention.attend(
-        query.contiguous().numpy(),
-        key.contiguous().numpy(),
-        value.contiguous().numpy(),
-        keys.numpy(),
-        values.numpy(),
-        tables.numpy(),
-        slots.numpy(),
-        query_starts.numpy(),
-        contexts.numpy(),
-        items.numpy(),
-        paged_attention.float32(scale),
-        window,
-        paged_attention.float32(cap),
-        out.numpy(),
-    )
-    return out
-
-
-def _shape_only(query: torch.Tensor, *_: object) -> torch.Tensor:
-    return torch.empty(query.shape, dtype=query.dtype, device=query.device)
-
-
-_LIBRARY.impl("paged_attention_cpu", _run, "CPU")  # type: ignore[no-untyped-call]
-torch.library.register_fake("triptych::paged_attention_cpu", _shape_only, lib=_LIBRARY)
+_STORED = {torch.float32: np.dtype(np.float32), torch.bfloat16: np.dtype(np.uint16), torch.int8: np.dtype(np.int8)}
+"""How the kernels see a KV dtype; uint16 are the bits of a bfloat16."""
+_NO_ANGLES, _NO_GAIN = np.zeros((1, 0), np.float32), np.zeros(0, np.float32)
 
 
 class CpuBackend:
-    """float32 on any CPU; any head size, block size, window, soft cap and whole number of query heads a kv head."""
+    """Arithmetic in float32 on any CPU; any head size, block size, window and soft cap, whole groups of heads."""
 
     name = "cpu-numba"
 
@@ -67,43 +22,73 @@ class CpuBackend:
         reasons = []
         if needs.device != "cpu":
             reasons.append(f"runs on cpu, not on {needs.device}")
-        for what, dtype in (("dtype", needs.dtype), ("kv_dtype", needs.kv_dtype)):
-            if dtype != torch.float32:
-                reasons.append(f"{what} is float32 alone, not {str(dtype).removeprefix('torch.')}")
+        if needs.dtype != torch.float32:
+            reasons.append(f"dtype is float32 alone, not {_name(needs.dtype)}")
+        if needs.kv_dtype not in _STORED:
+            reasons.append(f"kv_dtype is one of {', '.join(map(_name, _STORED))}, not {_name(needs.kv_dtype)}")
         if needs.heads % needs.kv_heads:
             reasons.append(f"{needs.heads} query heads are no multiple of {needs.kv_heads} kv heads")
         return reasons
 
-    def cut(self, query_starts: torch.Tensor, contexts: torch.Tensor, needs: Needs) -> torch.Tensor:
-        return torch.from_numpy(
-            paged_attention.work_items(
-                query_starts.numpy(), contexts.numpy(), needs.heads, needs.kv_heads, paged_attention.get_num_threads()
-            )
+    def allocate(self, needs: Needs, layers: int, num_blocks: int) -> CpuKvCache:
+        return CpuKvCache(needs, layers, num_blocks)
+
+
+class CpuKvCache:
+    """One array for keys and values of all layers, so that a block is copied in one operation."""
+
+    def __init__(self, needs: Needs, layers: int, num_blocks: int) -> None:
+        self.needs = needs
+        vectors = (2, layers, num_blocks, needs.kv_heads, needs.block_tokens)
+        # By torch, whose allocator says how much memory there is not.
+        self._stored = torch.empty((*vectors, needs.head_dim), dtype=needs.kv_dtype)
+        self._scales = torch.empty(vectors if needs.is_scaled else (2, layers, 0, 0, 0))
+        of_keys = (num_blocks, needs.kv_heads, needs.head_dim, needs.block_tokens)
+        stored = self._stored.view(torch.uint16) if needs.kv_dtype == torch.bfloat16 else self._stored
+        keys, values = stored.numpy()
+        self.layers = tuple(
+            kv_cache.LayerCache(keys[i].reshape(of_keys), values[i], *self._scales[:, i].numpy()) for i in range(layers)
         )
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        shape: StepShape,
-        scores: Scores,
-    ) -> torch.Tensor:
-        out: torch.Tensor = torch.ops.triptych.paged_attention_cpu(
-            query,
-            key,
-            value,
-            keys,
-            values,
-            shape.tables,
-            shape.slots,
-            shape.query_starts,
-            shape.contexts,
-            shape.items,
-            scores.scale,
-            scores.window_tokens or 0,
-            scores.soft_cap or 0.0,
+    def copy_blocks(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+        for tensor in (self._stored, self._scales) if self.needs.is_scaled else (self._stored,):
+            tensor.index_copy_(2, destinations, tensor.index_select(2, sources))
+
+    def begin(self, shape: StepShape) -> CpuStep:
+        return CpuStep(self, shape)
+
+
+class CpuStep:
+    """A step's rows as the kernels take them, and the cut of its work, made once and used by every layer."""
+
+    def __init__(self, cache: CpuKvCache, shape: StepShape) -> None:
+        needs = cache.needs
+        self._layers = cache.layers
+        parts = (shape.tables, shape.slots, shape.query_starts, shape.contexts)
+        self._rows = rows = kv_cache.Rows(*(one.numpy() for one in parts))
+        self._items = paged_attention.work_items(
+            rows.query_starts, rows.contexts, needs.heads, needs.kv_heads, paged_attention.get_num_threads()
         )
-        return out
+        tokens = int(shape.query_starts[-1])
+        self._queries = np.empty((tokens, needs.heads, needs.head_dim), np.float32)
+
+    def attend(
+        self, layer: int, projected: torch.Tensor, rotary: Rotary | None, scores: Scores, out: torch.Tensor
+    ) -> None:
+        cache, queries = self._layers[layer], self._queries
+        kv_cache.write(projected.numpy(), *_arrays(rotary), queries, cache, self._rows)
+        window, cap = scores.window_tokens or 0, scores.soft_cap or 0.0
+        paged_attention.attend(queries, cache, self._rows, self._items, scores.scale, window, cap, out.numpy())
+
+
+def _arrays(
+    rotary: Rotary | None,
+) -> tuple[kv_cache.Float32s, kv_cache.Float32s, kv_cache.Float32s, kv_cache.Float32s, float]:
+    if rotary is None:
+        return _NO_ANGLES, _NO_ANGLES, _NO_GAIN, _NO_GAIN, 0.0
+    q_gain, k_gain = (_NO_GAIN if gain is None else gain.numpy() for gain in (rotary.q_gain, rotary.k_gain))
+    return rotary.cos.numpy(), rotary.sin.numpy(), q_gain, k_gain, rotary.epsilon
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -61,16 +61,10 @@ def _attend(
     """
     if unknown := sorted(name for name in others.keys() - _WITHOUT_EFFECT if others[name] is not None):
         raise NotImplementedError(f"{type(module).__name__} passes {', '.join(unknown)} to attention; not served")
+    projected = torch.cat([one[0].transpose(0, 1) for one in (query, key, value)], dim=1)
+    out = projected.new_empty(query.shape[2], query.shape[1], query.shape[3])
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    out = attention_step.backend.attend(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        attention_step.cache.keys[layer],
-        attention_step.cache.values[layer],
-        attention_step.shape,
-        Scores(scaling, sliding_window, softcap),
-    )
+    attention_step.attend(layer, projected, None, Scores(scaling, sliding_window, softcap), out)
     return out[None], None
 
 

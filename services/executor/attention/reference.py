@@ -1,0 +1,44 @@
+"""The contract of attention written out in torch, for one prompt from its start and without a cache."""
+
+from __future__ import annotations
+
+import torch
+
+from services.executor.attention.contract import Rotary, Scores
+
+
+class ReferenceStep:
+    """Computes what any backend must, and remembers how a layer wanted it."""
+
+    def __init__(self) -> None:
+        self.scores = Scores(1.0)
+        """Of the last call."""
+
+    def attend(
+        self, layer: int, projected: torch.Tensor, rotary: Rotary | None, scores: Scores, out: torch.Tensor
+    ) -> None:
+        """As AttentionStep.attend; every token of the one row is new."""
+        self.scores = scores
+        heads = out.shape[1]
+        kv_heads = (projected.shape[1] - heads) // 2
+        q, k, v = torch.split(projected, [heads, kv_heads, kv_heads], dim=1)
+        if rotary is not None:
+            q, k = _placed(q, rotary.q_gain, rotary), _placed(k, rotary.k_gain, rotary)
+        k, v = (one.repeat_interleave(heads // kv_heads, dim=1) for one in (k, v))
+        weights = torch.einsum("qhd,khd->hqk", q, k) * scores.scale
+        if scores.soft_cap is not None:
+            weights = scores.soft_cap * torch.tanh(weights / scores.soft_cap)
+        distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
+        seen = (distance >= 0) & (distance < (scores.window_tokens or len(q)))
+        weights = weights.masked_fill(~seen, -torch.inf).softmax(-1)
+        out.copy_(torch.einsum("hqk,khd->qhd", weights, v))
+
+
+def _placed(x: torch.Tensor, gain: torch.Tensor | None, rotary: Rotary) -> torch.Tensor:
+    if gain is not None:
+        x = torch.nn.functional.rms_norm(x, x.shape[-1:], gain, rotary.epsilon)
+    angles = rotary.cos.shape[1]
+    turned, kept = x[..., :angles], x[..., angles:]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * rotary.cos[:, None] + torch.cat([-second, first], dim=-1) * rotary.sin[:, None]
+    return torch.cat([turned, kept], dim=-1)
