@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
@@ -63,15 +65,19 @@ class PackedLinear(torch.nn.Module):
         self.weights = weights
         self.panels = torch.nn.Buffer(torch.from_numpy(weights.panels))
         self.bias = bias
+        self._bias = None if bias is None else bias.detach().numpy()
         self._threads = get_num_threads()  # asking takes as long as a small product
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., inputs] float32 -> [..., outputs]."""
         rows = x.reshape(-1, self.weights.depth).contiguous()
         out = torch.empty(len(rows), self.weights.outputs)
-        bias = None if self.bias is None else self.bias.numpy()
-        linear.multiply(rows.numpy(), self.weights, bias, out.numpy(), self._threads)
+        self.compute(rows.numpy(), out.numpy())
         return out.view(*x.shape[:-1], self.weights.outputs)
+
+    def compute(self, x: npt.NDArray[np.float32], out: npt.NDArray[np.float32]) -> None:
+        """x [rows, inputs], out [rows, outputs], both C-contiguous."""
+        linear.multiply(x, self.weights, self._bias, out, self._threads)
 
 
 class PackedEmbedding(torch.nn.Module):

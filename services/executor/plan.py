@@ -25,6 +25,10 @@ class BadPlanError(Exception):
         self.slots = slots
 
 
+class RanksLostError(Exception):
+    """A rank of a group is lost, and the group with it: this process cannot work any more."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """How the model is served: the scheduler's EngineConfig, checked."""
@@ -68,6 +72,8 @@ class Plan:
     deadline_s: float | None
     copies: Int64s = field(default_factory=lambda: np.zeros((0, 2), np.int64))
     """[n, 2] (source, destination) blocks, copied before the rows compute; every source is read first."""
+    message: bytes = b""
+    """The StepPlan that this is, as other ranks are told it."""
 
 
 @dataclass(frozen=True, eq=False)

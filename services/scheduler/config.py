@@ -19,6 +19,7 @@ class SchedulerConfig(ServiceConfig):
     executor: Address = Field("127.0.0.1:50053", description="HOST:PORT of the executor")
     served_model_name: str | None = Field(None, description="name told to frontends; unset: the checkpoint folder's")
     dtype: Literal["auto", "float32"] = Field("auto", description="of the weights in use; auto: float32 on a CPU")
+    tp_size: int = Field(1, ge=1, le=64, description="ranks of the executor, which must have been started with as many")
     max_model_len: int | None = Field(None, ge=1, description="longest context in tokens; unset: the model's")
     block_size: int = Field(16, ge=1, le=1024, description="tokens a KV block holds")
     max_num_seqs: int = Field(64, ge=1, le=65536, description="choices that run at once; a request of n takes n")
