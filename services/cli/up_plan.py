@@ -90,7 +90,7 @@ def resolve_all(flags: Mapping[str, Sequence[str]]) -> dict[str, Resolved[Servic
 
 def flags_of(service: str, options: argparse.Namespace, passed: Mapping[str, Sequence[str]]) -> list[str]:
     """A service's own command line, out of what `add_options` and `split` took."""
-    return [*_common(options), *_of_frontend(options, service), *passed[service]]
+    return [*_common(options), *_of_frontend(options, service), *_of_ranks(options, service), *passed[service]]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -116,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What is said of all three, or of the frontend, without a service's name before it."""
+    """What is said of several services, or of the frontend, without a service's name before it."""
     parser.add_argument(
         "--model",
         help="checkpoint folder, a hub's model as ORG/NAME, or a fetched one's name; by default the embedded one",
@@ -125,6 +125,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--offline", action="store_true", help="take a hub's model from the cache, ask no network")
     parser.add_argument("--host", help="address the frontend listens on (127.0.0.1)")
     parser.add_argument("--port", type=int, help="port the frontend listens on (50051)")
+    parser.add_argument(
+        "--tp", type=int, metavar="RANKS", help="processes of the executor that divide the model among them (1)"
+    )
     parser.add_argument("--config", metavar="FILE", help="YAML file with one section a service")
 
 
@@ -172,6 +175,10 @@ def _of_frontend(options: argparse.Namespace, name: str) -> list[str]:
         return []
     given = {"host": options.host, "port": options.port}
     return [part for key, value in given.items() if value is not None for part in (f"--{key}", str(value))]
+
+
+def _of_ranks(options: argparse.Namespace, name: str) -> list[str]:
+    return [] if name == "frontend" or options.tp is None else ["--tp-size", str(options.tp)]
 
 
 def _refuse_peer(name: str, flag: str, resolved: Resolved[ServiceConfig]) -> None:

@@ -14,7 +14,7 @@ from services.common.errors import RequestError, invalid
 from services.executor import wire
 from services.executor.executor import Executor, is_out_of_memory
 from services.executor.masks import EpochOverError, MaskBook, StepMasks
-from services.executor.plan import MAX_IN_FLIGHT, BadPlanError, Outcome, Plan
+from services.executor.plan import MAX_IN_FLIGHT, BadPlanError, Outcome, Plan, RanksLostError
 from services.executor.steps import StepThread
 
 HEARTBEAT_S = 1.0
@@ -72,6 +72,10 @@ class Epoch:
         for task in self._tasks:
             task.cancel()
         self._closing = asyncio.create_task(self._close())
+
+    def lose_ranks(self, error: RanksLostError, step: int | None = None) -> None:
+        """Says that the process will end, and ends the stream."""
+        self._fault(pb.FAULT_KIND_RANK_LOST, step, error, fatal=True)
 
     async def drain(self, error: RequestError) -> None:
         """Ends the stream after the steps in flight have been answered; takes no further plan."""
@@ -181,6 +185,8 @@ class Epoch:
             pass
         except BadPlanError as error:
             self._fault(pb.FAULT_KIND_BAD_PLAN, plan.step, error)
+        except RanksLostError as error:
+            self.lose_ranks(error, plan.step)
         except asyncio.CancelledError:
             raise
         except BaseException as error:
@@ -195,12 +201,14 @@ class Epoch:
             self._masks.done(plan.step)
             self._in_flight.popleft()
 
-    def _fault(self, kind: pb.FaultKind.ValueType, step: int, error: BaseException) -> None:
-        """Says what went wrong and ends the stream; the process takes the next one."""
+    def _fault(
+        self, kind: pb.FaultKind.ValueType, step: int | None, error: BaseException, *, fatal: bool = False
+    ) -> None:
+        """Says what went wrong and ends the stream; the process takes the next one, unless it is fatal."""
         slots = b"".join(slot.to_bytes(4, "little") for slot in error.slots) if isinstance(error, BadPlanError) else b""
         message = str(error) or type(error).__name__
-        log.warning("epoch %d: fault %s in step %d: %s", self.number, pb.FaultKind.Name(kind), step, message)
+        log.warning("epoch %d: fault %s in step %s: %s", self.number, pb.FaultKind.Name(kind), step, message)
         if not self._ended:
-            fault = pb.Fault(kind=kind, step=step, slots=slots, message=message, fatal=False)
+            fault = pb.Fault(kind=kind, step=step, slots=slots, message=message, fatal=fatal)
             self._outbox.put_nowait(pb.RunResponse(fault=fault))
             self.end()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,18 +18,21 @@ from services.common.errors import StartError
 from services.executor import loader, memory
 from services.executor.attention.contract import Needs
 from services.executor.attention.selection import select
-from services.executor.batch import PersistentBatch, StepInputs
+from services.executor.batch import PersistentBatch, ScoredSpan, StepInputs
 from services.executor.logprobs import Logprobs
 from services.executor.masks import StepMasks
 from services.executor.plan import Int64s, Outcome, Plan, Settings, Started
 from services.executor.runner import ModelRunner
 from services.executor.sampler import Masks, Sampled, Sampler
 from services.executor.sampling_params import SamplingParams
-from services.executor.scorer import Scored, score
+from services.executor.scorer import Head, Scored, score
 
 log = logging.getLogger(__name__)
 
 NOTHING_SCORED = Scored()
+
+Score = Callable[[Sequence[ScoredSpan], torch.Tensor, Head, int], Scored]
+"""`score`, or what a rank has in its place."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,12 @@ class Executor:
     """Weights, KV tensors and the persistent batch. Every method but the constructor runs on the step thread.
 
     `threads` compute threads; `kv_memory_bytes` for KV, None for memory.KV_SHARE of what is left; `load` brings the
-    checkpoint. Raises StartError for more threads than there are CPUs.
+    checkpoint, `sampler` makes what draws from a vocabulary, `scorer` says how likely prompt ids are. Raises StartError
+    for more threads than there are CPUs.
     """
+
+    tp_size = 1
+    """Ranks that share a model; this one alone."""
 
     def __init__(
         self,
@@ -59,11 +66,15 @@ class Executor:
         threads: int,
         kv_memory_bytes: int | None = None,
         load: Callable[[Path, torch.dtype, loader.Report], loader.Checkpoint] = loader.load,
+        sampler: Callable[[int], Sampler] = Sampler,
+        scorer: Score | None = None,
     ) -> None:
         if threads > (cpus := len(os.sched_getaffinity(0))):
             raise StartError(f"--threads is {threads}, this process may run on {cpus} CPUs; ask for {cpus} or fewer")
         self._path = path
         self._load = load
+        self._make_sampler = sampler
+        self._score = scorer or score
         self._threads = threads
         self._kv_memory_bytes = kv_memory_bytes
         self._checkpoint: loader.Checkpoint | None = None
@@ -100,6 +111,18 @@ class Executor:
         `weights_hash` is what the files must hash to; empty: anything. Keys and values are kept in `kv_dtype`; None: as
         the weights are computed in.
         """
+        facts = self._bring(settings, dtype, weights_hash, report, kv_dtype)
+        log.info("loaded %s, weights %s, %d bytes for KV", self._path, facts.weights_hash[:12], facts.kv_bytes)
+        return facts
+
+    def _bring(
+        self,
+        settings: Settings,
+        dtype: torch.dtype,
+        weights_hash: str,
+        report: loader.Report,
+        kv_dtype: torch.dtype | None,
+    ) -> Facts:
         torch.set_num_threads(self._threads)
         paged_attention.set_num_threads(self._threads)
         checkpoint = self._load(self._path, dtype, report)
@@ -128,29 +151,47 @@ class Executor:
             block_bytes=shape.layers * needs.block_bytes,
             kv_bytes=kv_bytes,
         )
-        log.info("loaded %s, weights %s, %d bytes for KV", self._path, checkpoint.weights_hash[:12], kv_bytes)
         return self._facts
 
-    def allocate(self, num_blocks: int) -> None:
-        """Makes the KV tensors and warms up. The same number again does nothing; raises StartError for another one."""
-        if self._runner is None or self._settings is None or self._facts is None or self._checkpoint is None:
+    def unload(self) -> None:
+        """Lets go of what `load` brought."""
+        self._checkpoint = self._settings = self._facts = self._runner = None
+
+    def grant_kv(self, kv_bytes: int) -> Facts:
+        """Sets the bytes for KV, in place of what `load` has found. Returns the facts as they are now."""
+        if self._facts is None:
+            raise StartError("no model is loaded; call Load first")
+        self._facts = replace(self._facts, kv_bytes=kv_bytes)
+        return self._facts
+
+    def must_allocate(self, num_blocks: int) -> bool:
+        """Whether so many KV blocks are still to be made. Raises StartError where they cannot be."""
+        if self._facts is None:
             raise StartError("no model is loaded; call Load first")
         if self._num_blocks:
             if num_blocks != self._num_blocks:
                 raise StartError(f"{self._num_blocks} KV blocks are allocated already, {num_blocks} are asked for")
-            return
+            return False
         fits = self._facts.kv_bytes // self._facts.block_bytes
         if not 2 <= num_blocks <= fits:
             raise StartError(
                 f"{num_blocks} KV blocks of {self._facts.block_bytes} bytes are asked for; needed are 2 or more (block"
                 f" 0 holds nothing), and {fits} fit into the {self._facts.kv_bytes} bytes for KV"
             )
+        return True
+
+    def allocate(self, num_blocks: int) -> None:
+        """Makes the KV tensors and warms up. The same number again does nothing; raises StartError for another one."""
+        if not self.must_allocate(num_blocks):
+            return
+        if self._runner is None or self._settings is None or self._facts is None:
+            raise StartError("no model is loaded; call Load first")
         try:
             self._runner.allocate(num_blocks)
             self._batch = PersistentBatch(
                 self._settings, num_blocks, self._facts.vocab_size, tokenizer_size(self._path)
             )
-            self._sampler = Sampler(self._facts.vocab_size)
+            self._sampler = self._make_sampler(self._facts.vocab_size)
             self._warm_up(self._batch, num_blocks)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
@@ -180,7 +221,7 @@ class Executor:
         if inputs.scored:
             logits, hidden = self._runner.forward_with_hidden(inputs, self._batch.tables)
             computed = time.perf_counter()
-            scored = score(inputs.scored, hidden, self._runner.head, self._facts.vocab_size)
+            scored = self._score(inputs.scored, hidden, self._runner.head, self._facts.vocab_size)
             self._batch.fail(np.array(scored.failed_slots, np.int64))
         else:
             logits = self._runner.forward(inputs, self._batch.tables)
@@ -200,6 +241,9 @@ class Executor:
         """Ends an epoch: every slot is forgotten."""
         if self._batch is not None:
             self._batch.reset()
+
+    def close(self) -> None:
+        """Ends what does not end with this object; of one rank there is nothing."""
 
     @torch.inference_mode()
     def _warm_up(self, batch: PersistentBatch, num_blocks: int) -> None:

@@ -16,6 +16,7 @@ from services.executor.attention import selection
 from services.executor.attention.contract import Needs
 from services.executor.config import ExecutorConfig
 from services.executor.executor import Executor
+from services.executor.ranks.division import Shard
 
 
 @dataclass(frozen=True)
@@ -26,27 +27,39 @@ class Fit:
     kv_dtype: str
     vocab_size: int
     weight_bytes: int
-    """As they are held: the CPU's linear layers keep bfloat16 where the files do, whatever `dtype` is."""
+    """As they are held: the CPU's linear layers keep bfloat16 where the files do, whatever `dtype` is. Of all ranks."""
     available_bytes: int
     """Before the weights."""
     kv_bytes: int
+    """Of each rank, as are those below; where the ranks differ, of the one that holds the most."""
     block_bytes: int
     token_bytes: int
     """KV of one token, in all layers."""
+    rank_weight_bytes: Sequence[int]
+    """By rank."""
+    whole: Sequence[str]
+    """What every rank holds whole beside the embedding, with the reason."""
     backends: Mapping[str, Sequence[str]]
     """By name, the best first: reasons for not serving this model, none where it does."""
 
 
 def fit(path: Path, engine: pb.EngineConfig, config: ExecutorConfig) -> Fit:
     """As an executor of `config` would decide on a Load of `engine`. Raises StartError with its reason for refusing."""
-    call = _load_call(engine)
+    call = _load_call(engine, config.tp_size)
     shape = architecture.figures(architecture.read(path))
-    Executor(path, threads=config.threads or memory.cpus())
-    weight_bytes, available = loader.weight_bytes(path, call.dtype), memory.available_bytes()
-    if weight_bytes > available:
+    Executor(path, threads=memory.threads_a_rank(config.threads, config.tp_size))
+    available, ranks = memory.available_bytes(), config.tp_size
+    shards = [Shard(rank, ranks, available // ranks) for rank in range(ranks)] if ranks > 1 else [None]
+    rank_weight_bytes = [loader.weight_bytes(path, call.dtype, shard) for shard in shards]
+    weight_bytes = sum(rank_weight_bytes)
+    whole: tuple[str, ...] = ()
+    if shards[0] is not None:
+        held = loader.divided(path, call.dtype, shards[0])  # rank 0 has the most heads
+        shape, whole = held.shape(shape), held.whole
+    if weight_bytes > available or max(rank_weight_bytes) > available // ranks:
         raise StartError(
-            f"the weights of {path.name} take {weight_bytes} bytes to be served in {_name(call.dtype)}, {available} "
-            "are free; raise the memory limit or serve a smaller model"
+            f"the weights of {path.name} take {weight_bytes} bytes{_by_rank(rank_weight_bytes)} to be served in "
+            f"{_name(call.dtype)}, {available} are free; raise the memory limit or serve a smaller model"
         )
     needs = Needs.of(
         shape, device=config.device, dtype=call.dtype, kv_dtype=call.kv_dtype, block_tokens=engine.block_tokens
@@ -58,9 +71,11 @@ def fit(path: Path, engine: pb.EngineConfig, config: ExecutorConfig) -> Fit:
         vocab_size=shape.vocab_size,
         weight_bytes=weight_bytes,
         available_bytes=available,
-        kv_bytes=memory.kv_budget_bytes(config.kv_memory_bytes, available - weight_bytes),
+        kv_bytes=memory.kv_budget_bytes(config.kv_memory_bytes, (available - weight_bytes) // ranks),
         block_bytes=block_bytes,
         token_bytes=block_bytes // engine.block_tokens,
+        rank_weight_bytes=rank_weight_bytes,
+        whole=whole,
         backends=selection.survey(needs),
     )
 
@@ -74,10 +89,14 @@ def family(path: Path) -> str:
     return str(architecture.read(path).model_type)
 
 
-def _load_call(engine: pb.EngineConfig) -> wire.LoadCall:
+def _by_rank(weight_bytes: Sequence[int]) -> str:
+    return f" by {len(weight_bytes)} ranks ({', '.join(map(str, weight_bytes))})" if len(weight_bytes) > 1 else ""
+
+
+def _load_call(engine: pb.EngineConfig, tp_size: int) -> wire.LoadCall:
     request = pb.LoadRequest(min_version=PROTOCOL_VERSION, max_version=PROTOCOL_VERSION, config=engine)
     try:
-        return wire.load_call(request)
+        return wire.load_call(request, tp_size)
     except RequestError as error:
         raise StartError(f"the executor refuses it: {error.message}") from None
 

@@ -19,6 +19,8 @@ from kernels.cpu.linear import Packed
 from services.common.errors import StartError
 from services.executor import architecture, conversion, fusing, memory, packing
 from services.executor.attention.selection import IMPLEMENTATION
+from services.executor.ranks import division, layers
+from services.executor.ranks.division import Division, Part, Shard
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -48,27 +50,34 @@ class Checkpoint:
     shape: architecture.Architecture
     dtype: torch.dtype
     weights_hash: str
+    division: Division | None = None
+    """What of the model this is; None: all of it."""
 
 
-def load(path: Path, dtype: torch.dtype, report: Report) -> Checkpoint:
+def load(path: Path, dtype: torch.dtype, report: Report, shard: Shard | None = None) -> Checkpoint:
     """Builds the model on the CPU in `dtype`; `report` is called from this thread.
 
-    Raises StartError when the model is not served, a file cannot be read, the weights do not fit into memory, or
-    tensors are missing, unexpected or of another shape (all listed).
+    Of `shard`, a rank, only the part of each tensor is read that the rank holds, its layers are not connected yet with
+    the other ranks', and rank 0 alone hashes the files. Raises StartError when the model is not served, a file cannot
+    be read, the weights do not fit into memory, or tensors are missing, unexpected or of another shape (all listed).
     """
     config = architecture.read(path)
     where = _locate(path)
-    files = sorted(set(where.values()))
+    files = sorted(set(where.values())) if shard is None or shard.rank == 0 else []
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="hash") as pool:
         hashing = pool.submit(weights_hash, files)
         model = _skeleton(config, dtype)
         recipes = _recipes(path, model, where)
-        _assign(path, model, recipes, where, dtype, report)
+        held = _divide(model, config, dtype, recipes, shard)
+        _assign(path, model, recipes, where, dtype, report, held)
         total = sum(file.stat().st_size for file in files)
         report(Progress("hashing", 0, total))
         digest = hashing.result()
         report(Progress("hashing", total, total))
-    return Checkpoint(model, architecture.figures(config), dtype, digest)
+    shape = architecture.figures(config)
+    if held is None:
+        return Checkpoint(model, shape, dtype, digest)
+    return Checkpoint(model, held.shape(shape), dtype, digest if held.shard.rank == 0 else "", held)
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -76,17 +85,25 @@ def weight_files(path: Path) -> list[Path]:
     return sorted(set(_locate(path).values()))
 
 
-def weight_bytes(path: Path, dtype: torch.dtype) -> int:
+def weight_bytes(path: Path, dtype: torch.dtype, shard: Shard | None = None) -> int:
     """Bytes that the weights take when served in `dtype`, from config.json and the files' headers; none is read.
 
-    Raises StartError when the model is not served, or tensors are missing or unexpected.
+    Of `shard`, those of its rank. Raises StartError when the model is not served, or cannot be divided, or tensors are
+    missing or unexpected.
     """
     config = architecture.read(path)
     model = _skeleton(config, dtype)
     where = _locate(path)
     recipes = _recipes(path, model, where)
+    _divide(model, config, dtype, recipes, shard)
     with contextlib.ExitStack() as open_files:
         return _held_bytes(model, recipes, _Files(where, open_files, framework="np"), dtype)
+
+
+def divided(path: Path, dtype: torch.dtype, shard: Shard) -> Division:
+    """What a rank would hold. Raises StartError when the model is not served, or cannot be divided."""
+    config = architecture.read(path)
+    return _divided(_skeleton(config, dtype), config, dtype, shard)
 
 
 def weights_hash(files: Sequence[Path]) -> str:
@@ -160,6 +177,29 @@ def _recipes(path: Path, model: PreTrainedModel, where: dict[str, Path]) -> dict
     return recipes
 
 
+def _divide(
+    model: PreTrainedModel,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    recipes: dict[str, conversion.Recipe],
+    shard: Shard | None,
+) -> Division | None:
+    """Leaves in `model` and `recipes` what the rank holds. Raises StartError where it cannot be divided."""
+    if shard is None:
+        return None
+    held = _divided(model, config, dtype, shard)
+    division.cut(model, held)
+    for name in held.dropped:
+        recipes.pop(name, None)
+    return held
+
+
+def _divided(model: PreTrainedModel, config: PreTrainedConfig, dtype: torch.dtype, shard: Shard) -> Division:
+    if not packing.packable(model, dtype):
+        raise StartError(f"weights in {str(dtype).removeprefix('torch.')} are not divided over ranks yet; float32 is")
+    return division.divide(model, architecture.figures(config), shard)
+
+
 def _assign(
     path: Path,
     model: PreTrainedModel,
@@ -167,8 +207,10 @@ def _assign(
     where: dict[str, Path],
     dtype: torch.dtype,
     report: Report,
+    held: Division | None,
 ) -> None:
     """Replaces the meta parameters, one after another through the files' memory maps, converted to `dtype`."""
+    parts = {} if held is None else held.parts
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     tied = model.config.tie_word_embeddings
     packable = packing.packable(model, dtype)
@@ -179,10 +221,11 @@ def _assign(
     with contextlib.ExitStack() as open_files:
         files = _Files(where, open_files)
         total = _held_bytes(model, recipes, files, dtype)
-        if total > (available := memory.available_bytes()):
+        available = memory.available_bytes() if held is None else held.shard.available_bytes
+        if total > available:
             raise StartError(_too_large(path, total, dtype, available))
         for name in sorted(recipes, key=lambda name: where[recipes[name].sources[0]]):
-            stored = recipes[name].make(model, files.fetch)
+            stored = _made(model, recipes[name], files, parts.get(name))
             if stored.shape != shapes[name]:
                 wrong.append(f"{name} {list(stored.shape)} instead of {list(shapes[name])}")
             elif tied and name == _HEAD:
@@ -198,15 +241,26 @@ def _assign(
         if wrong:
             raise StartError(f"the weights of {path} are not those of its config.json; shapes: {_enumerate(wrong)}")
         if head is not None:
-            _check_tied(path, model, head, recipes, files.fetch)
+            _check_tied(path, model, head, recipes, files, parts.get(_HEAD))
     model.load_state_dict(state, strict=False, assign=True)
     if tied:
-        _tie(model, packed)
+        _tie(model, packed, parts.get(_HEAD))
     packing.install(model, packed)
+    if held is not None:
+        layers.install(model, held)
     if packed:
         packed.clear()  # what is fused is a copy: its parts must be free to go
         fusing.install(model)
     model.requires_grad_(False)
+
+
+def _made(model: PreTrainedModel, recipe: conversion.Recipe, files: _Files, part: Part | None) -> torch.Tensor:
+    """A tensor of the model, or a part of it; of the files no more is read than that where it stands there as it is."""
+    if part is None:
+        return recipe.make(model, files.fetch)
+    if recipe.converter is None:
+        return files.fetch_part(recipe.sources[0], part)
+    return recipe.make(model, files.fetch).narrow(part.dim, part.begin, part.end - part.begin)
 
 
 def _held_bytes(
@@ -241,6 +295,16 @@ class _Files:
         tensor: torch.Tensor = self._file(name).get_tensor(name)
         return tensor
 
+    def fetch_part(self, name: str, part: Part) -> torch.Tensor:
+        """Reads no other part. One of another size than the model's is returned whole, for the caller to refuse."""
+        stored = self._file(name).get_slice(name)
+        shape = stored.get_shape()
+        if len(shape) <= part.dim or shape[part.dim] != part.whole:
+            return self.fetch(name)
+        wanted = (*[slice(None)] * part.dim, slice(part.begin, part.end))
+        tensor: torch.Tensor = stored[wanted]
+        return tensor
+
     def is_bfloat16(self, name: str) -> bool:
         """By the file's header."""
         return bool(self._file(name).get_slice(name).get_dtype() == "BF16")
@@ -262,10 +326,11 @@ def _check_tied(
     model: PreTrainedModel,
     head: torch.Tensor,
     recipes: dict[str, conversion.Recipe],
-    fetch: conversion.Fetch,
+    files: _Files,
+    part: Part | None,
 ) -> None:
     """A file that holds another output matrix than the input embedding contradicts its config."""
-    embedding = recipes[_embedding_name(model)].make(model, fetch)
+    embedding = _made(model, recipes[_embedding_name(model)], files, part)
     if head.dtype != embedding.dtype:
         head, embedding = head.float(), embedding.float()
     if not torch.equal(head, embedding):
@@ -275,11 +340,11 @@ def _check_tied(
         )
 
 
-def _tie(model: PreTrainedModel, packed: dict[str, Packed]) -> None:
-    """Makes the output matrix the input embedding: the same packed weights, else the same tensor."""
+def _tie(model: PreTrainedModel, packed: dict[str, Packed], part: Part | None) -> None:
+    """Makes the output matrix the input embedding, or a part of it: the same packed weights, else the same tensor."""
     embedding = _embedding_name(model)
     if embedding in packed:
-        packed[_HEAD] = packed[embedding]
+        packed[_HEAD] = packed[embedding] if part is None else layers.rows(packed[embedding], part)
     else:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
 

@@ -6,15 +6,21 @@ import asyncio
 import logging
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+import torch
 from triptych.executor.v1 import executor_pb2_grpc
 
 from services.common import checkpoint, config, logs
+from services.common.errors import StartError
 from services.common.server import Server
-from services.executor import architecture, memory
+from services.executor import architecture, loader, memory
 from services.executor.config import ExecutorConfig
 from services.executor.executor import Executor
 from services.executor.loader import weight_files
+from services.executor.ranks.division import Shard
+from services.executor.ranks.leader import LeadingExecutor
+from services.executor.ranks.peers import Peers
 from services.executor.server import SERVICE_NAME, ExecutorServicer
 
 _SWITCH_INTERVAL_S = 0.0005
@@ -29,15 +35,37 @@ def main(argv: Sequence[str]) -> int:
     settings = config.load(ExecutorConfig, argv)
     logs.setup("executor", settings.log_level)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    asyncio.run(_serve(settings))
-    return 0
-
-
-async def _serve(settings: ExecutorConfig) -> None:
     path = checkpoint.find(settings.model, revision=settings.revision, offline=settings.offline, weights=True)
     architecture.read(path)
     weight_files(path)
-    executor = Executor(path, threads=settings.threads or memory.cpus(), kv_memory_bytes=settings.kv_memory_bytes)
+    executor = _executor(path, settings)
+    try:
+        asyncio.run(_serve(executor, settings))
+    finally:
+        executor.close()
+    return 0
+
+
+def _executor(path: Path, settings: ExecutorConfig) -> Executor:
+    threads = memory.threads_a_rank(settings.threads, settings.tp_size)
+    if settings.tp_size == 1:
+        return Executor(path, threads=threads, kv_memory_bytes=settings.kv_memory_bytes)
+    loader.divided(path, torch.float32, Shard(0, settings.tp_size, 0))  # refuses what cannot be
+    peers = Peers(
+        path,
+        size=settings.tp_size,
+        threads=threads,
+        timeout_s=settings.rank_timeout_s,
+        log_level=settings.log_level,
+    )
+    try:
+        return LeadingExecutor(path, peers=peers, threads=threads, kv_memory_bytes=settings.kv_memory_bytes)
+    except StartError:
+        peers.close()
+        raise
+
+
+async def _serve(executor: Executor, settings: ExecutorConfig) -> None:
     server = Server(settings.host, settings.port)
     servicer = ExecutorServicer(executor, server.health)
     executor_pb2_grpc.add_ExecutorServiceServicer_to_server(servicer, server.grpc)
@@ -45,5 +73,22 @@ async def _serve(settings: ExecutorConfig) -> None:
     # Before any weight is loaded: a scheduler must reach it to have them loaded.
     await server.health.set_ready(True)
     log.info("serving executor on %s:%d", settings.host, server.port)
-    await server.run(servicer.drain, drain_s=settings.drain_s)
+    serving = asyncio.create_task(server.run(servicer.drain, drain_s=settings.drain_s))
+    lost = asyncio.create_task(_lost(executor))
+    await asyncio.wait({serving, lost}, return_when=asyncio.FIRST_COMPLETED)
+    if not serving.done():
+        serving.cancel()
+        await servicer.lose_ranks(lost.result())
+        await server.stop()
+    lost.cancel()
     await servicer.close()
+    if lost.done() and not lost.cancelled():
+        raise StartError(f"{lost.result()}; the executor ends with its ranks, start it again")
+
+
+async def _lost(executor: Executor) -> str:
+    """Why the executor's ranks are lost, once they are."""
+    if isinstance(executor, LeadingExecutor):
+        return await asyncio.wrap_future(executor.lost)
+    await asyncio.Event().wait()
+    raise AssertionError("nothing sets this event")

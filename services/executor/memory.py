@@ -48,6 +48,11 @@ def cpus(at: Hierarchy = HOST) -> int:
     return max(1, math.floor(granted))
 
 
+def threads_a_rank(asked: int | None, ranks: int, at: Hierarchy = HOST) -> int:
+    """Compute threads of each of `ranks` processes: `asked`, else its part of the CPUs."""
+    return asked or max(1, cpus(at) // ranks)
+
+
 def threads_left(at: Hierarchy = HOST) -> int | None:
     """Processes and threads that may still be started under every enclosing cgroup's pids limit; None: no limit."""
     rest = []

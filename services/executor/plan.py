@@ -26,6 +26,10 @@ class BadPlanError(Exception):
         self.slots = slots
 
 
+class RanksLostError(Exception):
+    """A rank of a group is lost, and the group with it: this process cannot work any more."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """How the model is served: the scheduler's EngineConfig, checked."""
@@ -72,6 +76,8 @@ class Plan:
     """[n, 2] (source, destination) blocks, copied before the rows compute; every source is read first."""
     masked_slots: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
     """[n] slots whose rows wait for their masks before they sample."""
+    message: bytes = b""
+    """The StepPlan that this is, as other ranks are told it."""
 
 
 @dataclass(frozen=True, eq=False)

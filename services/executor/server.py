@@ -19,6 +19,7 @@ from services.executor import wire
 from services.executor.epoch import Epoch
 from services.executor.executor import Executor, Facts
 from services.executor.loader import Progress
+from services.executor.plan import RanksLostError
 from services.executor.steps import StepThread
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ExecutorService"].full_name
@@ -84,7 +85,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self, request: pb.LoadRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.LoadResponse]:
         self._refuse_when_draining()
-        call = wire.load_call(request)
+        call = wire.load_call(request, self._executor.tp_size)
         ours = self._executor.revision
         if ours and call.revision and ours != call.revision:
             raise _precondition(
@@ -109,6 +110,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             facts = await asyncio.shield(loading.done)
         except StartError as error:
             raise _precondition("CANNOT_LOAD", str(error)) from error
+        except RanksLostError as error:
+            raise _ranks_lost(error) from error
         if weights_hash and weights_hash != facts.weights_hash:
             raise _precondition(
                 "OTHER_WEIGHTS",
@@ -126,6 +129,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             await asyncio.wrap_future(self._steps.submit(lambda: self._executor.allocate(num_blocks)))
         except StartError as error:
             raise _precondition("CANNOT_ALLOCATE", str(error)) from error
+        except RanksLostError as error:
+            raise _ranks_lost(error) from error
         self._allocated = True
         return pb.AllocateResponse(warmup_ms=int((time.monotonic() - begun) * 1000))
 
@@ -149,6 +154,14 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self._draining = True
         if self._epoch is not None:
             await self._epoch.drain(unavailable("DRAINING", "the executor is shutting down"))
+
+    async def lose_ranks(self, reason: str) -> None:
+        """Refuses new calls and ends the Run stream with a fatal Fault: the process is to end."""
+        self._draining = True
+        if self._epoch is not None:
+            self._epoch.lose_ranks(RanksLostError(reason))
+        await self._health.set_ready(False)
+        await self._health.set_generate(False)
 
     async def close(self) -> None:
         """Ends the step thread, after `drain`; one that does not come back from its step is left behind."""
@@ -212,6 +225,10 @@ async def _first(requests: AsyncIterator[pb.RunRequest]) -> pb.Open:
 
 def _precondition(reason: str, message: str) -> RequestError:
     return RequestError(grpc.StatusCode.FAILED_PRECONDITION, reason, message)
+
+
+def _ranks_lost(error: RanksLostError) -> RequestError:
+    return unavailable("RANK_LOST", str(error))
 
 
 def _aborted(by: int) -> RequestError:

@@ -25,7 +25,8 @@ _DTYPES = {pb.D_TYPE_UNSPECIFIED: torch.float32, pb.D_TYPE_FLOAT32: torch.float3
 _KV_DTYPES = _DTYPES | {pb.D_TYPE_BFLOAT16: torch.bfloat16, pb.D_TYPE_INT8: torch.int8}
 _NUMBERS = {torch.float32: pb.D_TYPE_FLOAT32, torch.bfloat16: pb.D_TYPE_BFLOAT16, torch.int8: pb.D_TYPE_INT8}
 
-# The fields served now; every other one is refused. Counts and ranks of parallelism are served as "undivided" alone.
+# The fields served now; every other one is refused. Rank and rendezvous are not: the ranks of an executor are its own
+# processes, on its own machine. Counts of pipeline and data parallelism are served as "undivided" alone.
 _SERVED = {
     "triptych.executor.v1.LoadRequest": frozenset({"min_version", "max_version", "features", "config"}),
     "triptych.executor.v1.EngineConfig": frozenset(
@@ -107,8 +108,8 @@ class LoadCall:
         return ", ".join(f"{key} is {ours[key]}, not {theirs[key]}" for key in ours if ours[key] != theirs[key])
 
 
-def load_call(request: pb.LoadRequest) -> LoadCall:
-    """Raises RequestError where the request is not served or not valid."""
+def load_call(request: pb.LoadRequest, tp_size: int = 1) -> LoadCall:
+    """Of an executor of `tp_size` ranks. Raises RequestError where the request is not served or not valid."""
     if not request.min_version <= PROTOCOL_VERSION <= request.max_version:
         raise RequestError(
             grpc.StatusCode.FAILED_PRECONDITION,
@@ -118,7 +119,13 @@ def load_call(request: pb.LoadRequest) -> LoadCall:
         )
     DOOR.check(request)
     config = request.config
-    for name in ("tp_size", "pp_size", "dp_size"):
+    if (asked := max(1, config.tp_size)) != tp_size:
+        raise RequestError(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "OTHER_TP_SIZE",
+            f"config.tp_size is {asked}, this executor has --tp-size {tp_size}; give scheduler and executor the same",
+        )
+    for name in ("pp_size", "dp_size"):
         if (size := getattr(config, name)) > 1:
             raise unserved(f"config.{name}", f"= {size} is not served yet; one rank is")
     if config.dtype not in _DTYPES:
@@ -184,6 +191,7 @@ def plan(message: pb.StepPlan) -> Plan:
         deadline_s=message.deadline_ms / 1000 if message.deadline_ms else None,
         copies=_pairs(group.copies, "copies", "(source, destination)"),
         masked_slots=_column(message.masked_slots, "masked_slots"),
+        message=message.SerializeToString(),
     )
 
 

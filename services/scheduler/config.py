@@ -29,6 +29,7 @@ class SchedulerConfig(ServiceConfig):
         description="of keys and values; auto: that of the weights in use; bfloat16 takes half the memory of float32, "
         "int8 little more than a quarter, and ids may then differ from the model's",
     )
+    tp_size: int = Field(1, ge=1, le=64, description="ranks of the executor, which must have been started with as many")
     max_model_len: int | None = Field(None, ge=1, description="longest context in tokens; unset: the model's")
     block_size: int = Field(16, ge=1, le=1024, description="tokens a KV block holds")
     max_num_seqs: int = Field(64, ge=1, le=65536, description="choices that run at once; a request of n takes n")

@@ -84,6 +84,7 @@ class Model:
             block_tokens=config.block_size,
             max_slots=config.max_num_seqs,
             max_step_tokens=config.max_num_batched_tokens,
+            tp_size=config.tp_size,
         )
 
     def limits(self, facts: ExecutorFacts) -> Limits:

@@ -107,6 +107,21 @@ def test_kv_gets_half_of_what_the_weights_leave_by_default(tiny: Path, capsys: p
     assert pool["context_tokens"] == 1024
 
 
+def test_of_ranks_each_has_half_of_all_but_the_embedding_and_norms(
+    tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, report = _examine(capsys, tiny, "--tp", "2")
+    memory, ranks = report["sections"]["Model"]["memory"], report["sections"]["Model"]["ranks"]
+    whole = 512 * 64 + 5 * 64
+    of_rank = 4 * (whole + (_elements(tiny / "model.safetensors") - whole) // 2)
+    assert memory["rank_weight_bytes"] == [of_rank, of_rank] and memory["weight_bytes"] == 2 * of_rank
+    assert memory["kv_bytes_per_token"] == 2 * 2 * 1 * 16 * 4  # 1 of 2 kv heads
+    assert memory["kv_bytes"] == (memory["available_bytes"] - 2 * of_rank) // 2 // 2
+    assert ranks["whole"] == [] and ranks["text"].startswith("2 processes hold ")
+    assert "--tp-size 2" in _reason(capsys, tiny, "--tp", "2", "--scheduler.tp-size", "3")
+    assert "cannot be divided over 64 ranks" in _reason(capsys, tiny, "--tp", "64")
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_are_counted_as_the_loader_counts_them(
     tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -62,6 +62,15 @@ def test_dotted_flags_reach_their_service_and_no_other() -> None:
     assert plan.commands["frontend"].stop_s == 7 + up_plan.STOP_MARGIN_S
 
 
+def test_ranks_are_told_to_scheduler_and_executor_at_once() -> None:
+    plan = up_plan.read(["--port=0", "--tp", "2"])
+    assert {name: one.model_dump().get("tp_size") for name, one in plan.configs.items()} == {
+        "frontend": None,
+        "scheduler": 2,
+        "executor": 2,
+    }
+
+
 def test_all_three_are_told_the_revision_and_to_stay_offline() -> None:
     plan = up_plan.read(["--port=0", "--model", "org/tiny", "--revision", "v1", "--offline"])
     assert {(one.model, one.revision, one.offline) for one in plan.configs.values()} == {("org/tiny", "v1", True)}
@@ -209,7 +218,8 @@ async def test_a_child_that_does_not_end_is_killed_after_the_time_that_it_is_giv
 
 def test_a_process_dies_with_its_parent_however_that_ends() -> None:
     child = (
-        "import time; from services.cli.child import die_with; die_with({}); print('tied', flush=True); time.sleep(60)"
+        "import time; from services.common.dying import die_with\n"
+        "die_with({}); print('tied', flush=True); time.sleep(60)"
     )
     parent = (
         "import os, subprocess, sys, time\n"
@@ -226,7 +236,7 @@ def test_a_process_dies_with_its_parent_however_that_ends() -> None:
 
 
 def test_a_process_whose_parent_has_gone_already_ends_at_once() -> None:
-    code = f"from services.cli.child import die_with; die_with({os.getpid() + 1}); print('lives on')"
+    code = f"from services.common.dying import die_with; die_with({os.getpid() + 1}); print('lives on')"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (1, b"")
 

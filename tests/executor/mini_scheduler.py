@@ -79,7 +79,8 @@ async def serve(
 ) -> AsyncIterator[Rig]:
     """Serves a checkpoint in this process; loaded and allocated when `num_blocks` is given."""
     server = Server("127.0.0.1", 0)
-    servicer = ExecutorServicer(make(path, threads=1, kv_memory_bytes=kv_memory_bytes), server.health)
+    executor = make(path, threads=1, kv_memory_bytes=kv_memory_bytes)
+    servicer = ExecutorServicer(executor, server.health)
     executor_pb2_grpc.add_ExecutorServiceServicer_to_server(servicer, server.grpc)
     await server.start([SERVICE_NAME])
     config = pb.EngineConfig(
@@ -88,6 +89,7 @@ async def serve(
         block_tokens=block_tokens,
         max_slots=max_slots,
         max_step_tokens=max_step_tokens,
+        tp_size=executor.tp_size,
     )
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", channel_options()) as channel:
         rig = Rig(executor_pb2_grpc.ExecutorServiceStub(channel), channel, servicer, server.health, config, server.port)
@@ -100,6 +102,7 @@ async def serve(
             await servicer.drain()
             await server.stop()
             await servicer.close()
+            executor.close()
 
 
 @dataclass

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from services.executor import architecture
+from services.executor.executor import Executor
 from tests.executor.forward import logits
 from tests.executor.mini_scheduler import MiniScheduler, Request, RunStream, serve
+from tests.executor.ranks import ranks
 from tests.support.checkpoints import check_same_ids, float64_logits, reference_ids, tiny_model
 
 README = Path(__file__).parents[2] / "README.md"
@@ -75,9 +77,12 @@ def prompts() -> list[list[int]]:
     return [rng.integers(3, 512, length).tolist() for length in LENGTHS]
 
 
-async def served_ids(path: Path, new_tokens: int, *, budget: int = 256, preempt: int = 0) -> list[list[int]]:
+async def served_ids(
+    path: Path, new_tokens: int, *, budget: int = 256, preempt: int = 0, tp_size: int = 1
+) -> list[list[int]]:
     blocks = 1 + sum(-(-(length + new_tokens) // 16) for length in LENGTHS)
-    async with serve(path, num_blocks=blocks, max_step_tokens=budget) as rig:
+    make = ranks(tp_size) if tp_size > 1 else Executor
+    async with serve(path, num_blocks=blocks, max_step_tokens=budget, make=make) as rig:
         run = await RunStream.open(rig)
         requests = [Request(prompt, new_tokens) for prompt in prompts()]
         await MiniScheduler(run, rig.config, blocks, budget=budget).finish(requests, preempt_every=preempt)
@@ -94,6 +99,19 @@ async def check_ids(path: Path, new_tokens: int, **way: int) -> None:
 async def test_ids_equal_those_of_generate(family: Path) -> None:
     """In one batch, prompts cut into chunks, and each of the youngest preempted and resumed."""
     await check_ids(family, 12, budget=24, preempt=5)
+
+
+@pytest.mark.parametrize("name", ["llama, biases", "gemma3_text", "gpt_neox", "qwen3_moe"])
+async def test_ids_of_two_ranks_equal_those_of_generate(tmp_path: Path, name: str) -> None:
+    """In chunks, preempted, and with two steps in flight, as above."""
+    model_type, settings = FAMILIES[name]
+    await check_ids(tiny_model(tmp_path, model_type, **settings), 12, budget=24, preempt=5, tp_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("budget", "preempt"), [(256, 0), (24, 11)], ids=["in one batch", "chunked and preempted"])
+async def test_64_ids_of_two_ranks_equal_those_of_generate(family: Path, budget: int, preempt: int) -> None:
+    await check_ids(family, 64, budget=budget, preempt=preempt, tp_size=2)
 
 
 @pytest.mark.slow

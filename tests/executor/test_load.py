@@ -132,7 +132,7 @@ async def test_parts_of_a_load_that_are_not_served_yet_are_named(
 @pytest.mark.parametrize(
     ("field", "value", "code"),
     [
-        ("tp_size", 2, grpc.StatusCode.UNIMPLEMENTED),
+        ("tp_size", 2, grpc.StatusCode.FAILED_PRECONDITION),
         ("pp_size", 2, grpc.StatusCode.UNIMPLEMENTED),
         ("dp_size", 2, grpc.StatusCode.UNIMPLEMENTED),
         ("quantization", "awq", grpc.StatusCode.UNIMPLEMENTED),

@@ -32,11 +32,14 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _examine(flags: dict[str, list[str]]) -> Report:
-    sections = [machine.cpu(), machine.limits(), machine.packages(), cuda.section()]
     try:
-        resolved = up_plan.resolve_all(flags)
+        resolved, reason = up_plan.resolve_all(flags), ""
     except StartError as error:  # of a config, or an extra without which it cannot even be read
-        return Report((*sections, model.unread(str(error))))
+        resolved, reason = {}, str(error)
+    ranks = resolved["executor"].config.model_dump()["tp_size"] if resolved else 1
+    sections = [machine.cpu(), machine.limits(ranks), machine.packages(), cuda.section()]
+    if reason:
+        return Report((*sections, model.unread(reason)))
     return Report((*sections, ports.section(resolved), *model.sections(resolved)))
 
 

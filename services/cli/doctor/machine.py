@@ -58,31 +58,32 @@ def cpu(cpuinfo: Path = Path("/proc/cpuinfo"), machine: str | None = None) -> Se
     )
 
 
-def threads_needed(cpus: int, compute_threads: int) -> int:
+def threads_needed(cpus: int, compute_threads: int, processes: int = PROCESSES) -> int:
     """No fewer than the threads that `triptych up` and its services have, all together."""
     least, most = _POOL_THREADS
-    return PROCESSES * (_OWN_THREADS + min(most, max(least, cpus))) + 2 * compute_threads
+    return processes * (_OWN_THREADS + min(most, max(least, cpus))) + 2 * compute_threads
 
 
-def limits() -> Section:
-    """What the cgroup and the affinity leave to the processes."""
+def limits(ranks: int = 1) -> Section:
+    """What the cgroup and the affinity leave to the processes, the executor being `ranks` of them."""
+    processes = PROCESSES + ranks - 1
     try:
         memory = part("services.executor.memory", extra="executor", what="reading the limits")
     except StartError as error:
         return Section("Limits", (Finding("limits", str(error), "note"),))
     granted, allowed, host = memory.cpus(), len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    shared = "" if granted >= PROCESSES else f"; the {PROCESSES} processes share them, and steps wait for one another"
+    shared = "" if granted >= processes else f"; the {processes} processes share them, and steps wait for one another"
     return Section(
         "Limits",
         (
             Finding(
                 "CPUs",
                 f"{granted} granted by the cgroup, of {allowed} this process may run on, of {host}{shared}",
-                "ok" if granted >= PROCESSES else "note",
+                "ok" if granted >= processes else "note",
                 {"granted": granted, "allowed": allowed, "host": host},
             ),
             _memory(memory.available_bytes()),
-            _threads(memory.threads_left(), threads_needed(host, granted)),
+            _threads(memory.threads_left(), threads_needed(host, granted, processes), processes),
         ),
     )
 
@@ -93,17 +94,17 @@ def _memory(available: int) -> Finding:
     )
 
 
-def _threads(left: int | None, needed: int) -> Finding:
+def _threads(left: int | None, needed: int, processes: int = PROCESSES) -> Finding:
     facts = {"left": left, "needed": needed}
     if left is None:
         return Finding(
-            "threads", f"no limit by the cgroup; {PROCESSES} processes with up to {needed} threads", facts=facts
+            "threads", f"no limit by the cgroup; {processes} processes with up to {needed} threads", facts=facts
         )
     if left >= needed:
-        return Finding("threads", f"{left} more may start; the {PROCESSES} processes have up to {needed}", facts=facts)
+        return Finding("threads", f"{left} more may start; the {processes} processes have up to {needed}", facts=facts)
     return Finding(
         "threads",
-        f"{left} more may start, the {PROCESSES} processes have up to {needed}; raise the cgroup's pids limit",
+        f"{left} more may start, the {processes} processes have up to {needed}; raise the cgroup's pids limit",
         "fault",
         facts,
     )

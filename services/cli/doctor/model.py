@@ -114,13 +114,27 @@ def _memory(fit: Fit, model: Model) -> list[Finding]:
         "fitting_tokens": tokens,
         "dtype": fit.dtype,
         "kv_dtype": fit.kv_dtype,
+        "ranks": len(fit.rank_weight_bytes),
+        "rank_weight_bytes": list(fit.rank_weight_bytes),
     }
     text = (
         f"weights {_size(fit.weight_bytes)}, computed in {fit.dtype}; KV {fit.token_bytes / 1e6:.3f} MB a token, "
         f"in {fit.kv_dtype}; of {_size(fit.available_bytes)} free {_size(fit.kv_bytes)} are for KV: "
         f"{_count(tokens)} tokens fit"
     )
-    return [Finding("memory", text, facts=facts), _pool(fit, model)]
+    return [Finding("memory", text, facts=facts), *_ranks(fit), _pool(fit, model)]
+
+
+def _ranks(fit: Fit) -> list[Finding]:
+    """How the weights are divided; nothing where one process holds them."""
+    if len(fit.rank_weight_bytes) < 2:
+        return []
+    text = (
+        f"{len(fit.rank_weight_bytes)} processes hold {', '.join(map(_size, fit.rank_weight_bytes))}, each the whole "
+        "embedding; KV figures are of one"
+    )
+    text += "".join(f"; whole in each: {one}" for one in fit.whole)
+    return [Finding("ranks", text, facts={"whole": list(fit.whole)})]
 
 
 def _pool(fit: Fit, model: Model) -> Finding:

@@ -1,0 +1,150 @@
+"""A rank other than 0: does what rank 0 tells it, with its own part of the weights and the KV tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from triptych.executor.v1 import executor_pb2 as pb
+
+from services.common.errors import StartError
+from services.executor import loader, wire
+from services.executor.batch import ScoredSpan
+from services.executor.executor import Executor
+from services.executor.logprobs import Logprobs
+from services.executor.plan import BadPlanError, Settings
+from services.executor.ranks import layers
+from services.executor.ranks.division import Shard
+from services.executor.ranks.group import Group
+from services.executor.ranks.messages import AbandonedError, Channel, Kind, to_column
+from services.executor.sampler import Masks, Sampled, Sampler
+from services.executor.sampling_columns import SampleRows
+from services.executor.scorer import Head, Scored, piece_rows
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rank a process is, of which group, and how it is to run."""
+
+    path: str
+    rank: int
+    size: int
+    threads: int
+    timeout_s: float
+    rendezvous_fd: int
+
+
+class Follower:
+    """Serves one `Channel` to rank 0 until that closes it."""
+
+    def __init__(self, place: Place, channel: Channel) -> None:
+        self._place = place
+        self._channel = channel
+        self._group: Group | None = None
+        self._available_bytes = 0
+        self._executor = self._fresh()
+
+    def run(self) -> None:
+        """Returns when rank 0 is gone. Raises what it cannot go on from, after it has told rank 0."""
+        try:
+            self._channel.send(Kind.READY)
+            while True:
+                self._do(*self._channel.receive())
+        except (EOFError, ConnectionError):
+            return
+        except BaseException as error:
+            self._channel.send(Kind.BROKEN, f"{type(error).__name__}: {error}".encode())
+            raise
+
+    def _fresh(self) -> Executor:
+        return Executor(
+            Path(self._place.path),
+            threads=self._place.threads,
+            load=self._load_shard,
+            sampler=lambda vocab_size: _Told(vocab_size, self._channel),
+            scorer=self._score,
+        )
+
+    def _do(self, kind: Kind, body: bytes) -> None:
+        if kind == Kind.LOAD:
+            self._load(**json.loads(body))
+        elif kind == Kind.UNLOAD:
+            self._executor = self._fresh()
+        elif kind == Kind.ALLOCATE:
+            blocks = json.loads(body)
+            self._executor.grant_kv(blocks["kv_bytes"])
+            self._executor.allocate(blocks["num_blocks"])
+            self._channel.send(Kind.DONE)
+        elif kind == Kind.PLAN:
+            # Rank 0 holds the same batch, so what is bad here is bad there: it abandons the step.
+            with contextlib.suppress(BadPlanError, AbandonedError):
+                self._executor.execute(wire.plan(pb.StepPlan.FromString(body)))
+        elif kind == Kind.ABANDONED:
+            pass  # it was bad here too
+        elif kind == Kind.RESET:
+            self._executor.reset()
+        else:
+            raise RuntimeError(f"{kind.name} came between steps: the ranks are out of step")
+
+    def _load(self, settings: dict[str, int], dtype: str, kv_dtype: str, available_bytes: int) -> None:
+        place = self._place
+        if self._group is None:
+            self._group = Group(place.rendezvous_fd, place.rank, place.size, place.timeout_s)
+        self._available_bytes = available_bytes
+
+        def report(progress: loader.Progress) -> None:
+            self._channel.send_json(Kind.PROGRESS, **asdict(progress))
+
+        try:
+            facts = self._executor.load(
+                Settings(**settings), getattr(torch, dtype), "", report, kv_dtype=getattr(torch, kv_dtype)
+            )
+        except StartError as error:
+            self._channel.send(Kind.REFUSED, str(error).encode())
+        else:
+            self._channel.send_json(Kind.LOADED, block_bytes=facts.block_bytes)
+
+    def _load_shard(self, path: Path, dtype: torch.dtype, report: loader.Report) -> loader.Checkpoint:
+        shard = Shard(self._place.rank, self._place.size, self._available_bytes)
+        return load_connected(path, dtype, report, shard, self._group)
+
+    def _score(self, spans: Sequence[ScoredSpan], hidden: torch.Tensor, head: Head, vocab_size: int) -> Scored:
+        """Computes this rank's part of the logits, and hears what rank 0 made of them."""
+        tokens = torch.cat([span.first_token + torch.arange(len(span.token_ids)) for span in spans])
+        for piece in torch.split(tokens, piece_rows(vocab_size)):
+            head(hidden[piece])
+        failed = to_column(self._channel.expect(Kind.FAILED_SLOTS))
+        return Scored(failed_slots=tuple(failed.tolist()))
+
+
+def load_connected(
+    path: Path, dtype: torch.dtype, report: loader.Report, shard: Shard, group: Group | None
+) -> loader.Checkpoint:
+    """A rank's part of a checkpoint, its layers connected with those of the other ranks."""
+    checkpoint = loader.load(path, dtype, report, shard)
+    if checkpoint.division is None or group is None:
+        raise RuntimeError("a rank loads a part, in a group")
+    layers.connect(checkpoint.model, checkpoint.division, group)
+    return checkpoint
+
+
+class _Told(Sampler):
+    """What rank 0's drew is this rank's draw too."""
+
+    def __init__(self, vocab_size: int, channel: Channel) -> None:
+        super().__init__(vocab_size)
+        self._channel = channel
+
+    def sample(self, logits: torch.Tensor, rows: SampleRows, masks: Masks | None = None) -> Sampled:
+        drawn = to_column(self._channel.expect(Kind.DRAWN))
+        if len(drawn) != len(rows):
+            raise RuntimeError(f"rank 0 drew for {len(drawn)} rows, here are {len(rows)}: the ranks are out of step")
+        return Sampled(drawn, drawn < 0, np.zeros(0, np.int64), Logprobs.none())

@@ -1,0 +1,97 @@
+"""What rank 0 and a peer say to each other, over a pair of sockets that only the two of them hold.
+
+A message is a kind and its bytes: JSON, a StepPlan of the contract as it came, or columns. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from enum import IntEnum
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from services.executor.plan import Int64s
+
+
+class Kind(IntEnum):
+    """Of a message."""
+
+    # From rank 0, in the order of its step thread.
+    LOAD = 1
+    """JSON: how the model is served. Answered by LOADED or REFUSED."""
+    UNLOAD = 2
+    ALLOCATE = 3
+    """JSON: num_blocks, kv_bytes. Answered by DONE."""
+    PLAN = 4
+    """A StepPlan; followed by what rank 0 scored and drew, where it does."""
+    FAILED_SLOTS = 5
+    """[n] little-endian int64"""
+    DRAWN = 6
+    """[rows] little-endian int64; -1 where a row failed"""
+    ABANDONED = 7
+    """Rank 0 has begun the step and does not end it; an epoch ends with it."""
+    RESET = 8
+    # From a peer.
+    READY = 16
+    PROGRESS = 17
+    """JSON: stage, done_bytes, total_bytes."""
+    LOADED = 18
+    """JSON: block_bytes."""
+    DONE = 19
+    REFUSED = 20
+    """Text: why it cannot load."""
+    BROKEN = 21
+    """Text: an error nobody expected. The last of a peer."""
+
+
+class AbandonedError(Exception):
+    """Rank 0 does not end the step."""
+
+
+class Channel:
+    """One end. One thread sends, one receives."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def send(self, kind: Kind, body: bytes = b"") -> None:
+        """Raises OSError when the other end is gone."""
+        self._connection.send_bytes(bytes([kind]) + body)
+
+    def send_json(self, kind: Kind, **fields: Any) -> None:
+        """Raises OSError when the other end is gone."""
+        self.send(kind, json.dumps(fields).encode())
+
+    def receive(self) -> tuple[Kind, bytes]:
+        """The next message, once it has come. Raises EOFError or OSError when the other end is gone."""
+        message = self._connection.recv_bytes()
+        return Kind(message[0]), message[1:]
+
+    def expect(self, kind: Kind) -> bytes:
+        """The next message, which is of this kind. Raises AbandonedError, or RuntimeError where it is of another."""
+        got, body = self.receive()
+        if got == Kind.ABANDONED:
+            raise AbandonedError
+        if got != kind:
+            raise RuntimeError(f"{got.name} came where {kind.name} was due: the ranks are out of step")
+        return body
+
+    def close(self) -> None:
+        """Both ends read an end of file from now on, also a thread that waits in `receive`."""
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)
+
+
+def of_column(column: Int64s) -> bytes:
+    """A column as it is sent."""
+    return column.astype("<i8").tobytes()
+
+
+def to_column(body: bytes) -> Int64s:
+    """A column as it was sent."""
+    return np.frombuffer(body, "<i8").astype(np.int64)
