@@ -14,6 +14,7 @@ from services.executor.executor import Executor
 from services.executor.packing import PackedLinear
 from services.executor.plan import Plan, Settings, Started
 from services.executor.sampling_params import SamplingParams
+from services.scheduler.core.limits import Limits
 
 BLOCK_TOKENS = 16
 PREFILL_TOKENS = 256
@@ -28,20 +29,32 @@ _BANDWIDTH_BYTES = 1 << 28
 class Bench:
     """A loaded model; every measurement starts from an empty batch."""
 
-    def __init__(self, path: Path, *, threads: int, most_rows: int, most_decodes: int) -> None:
+    def __init__(self, path: Path, *, threads: int, most_rows: int, most_decodes: int, most_tokens: int = 0) -> None:
+        """`most_tokens`: of a request that is run by others than this one's methods."""
         self._checkpoint: loader.Checkpoint | None = None
-        self._row_blocks = -(-(CONTEXT_TOKENS + most_decodes + 1) // BLOCK_TOKENS)
+        self._row_blocks = -(-max(CONTEXT_TOKENS + most_decodes + 1, most_tokens) // BLOCK_TOKENS)
         blocks = 1 + most_rows * self._row_blocks
         context = self._row_blocks * BLOCK_TOKENS
-        self._executor = Executor(path, threads=threads, load=self._load)
+        self.executor = Executor(path, threads=threads, load=self._load)
         settings = Settings(
             context_tokens=context,
             block_tokens=BLOCK_TOKENS,
             max_slots=most_rows,
             max_step_tokens=max(PREFILL_TOKENS, CONTEXT_TOKENS),
         )
-        self._vocab_size = self._executor.load(settings, torch.float32, "", lambda progress: None).vocab_size
-        self._executor.allocate(blocks)
+        self.vocab_size = self.executor.load(settings, torch.float32, "", lambda progress: None).vocab_size
+        self.limits = Limits(
+            vocab_size=self.vocab_size,
+            context_tokens=context,
+            num_blocks=blocks,
+            block_tokens=BLOCK_TOKENS,
+            max_slots=most_rows,
+            max_step_tokens=PREFILL_TOKENS,
+            max_waiting=most_rows,
+            prefill_reserve=PREFILL_TOKENS // 4,
+        )
+        """Of a core for this executor; a step's tokens are the scheduler's default."""
+        self.executor.allocate(blocks)
         self._step = 0
         self._rng = np.random.default_rng(0)
 
@@ -61,12 +74,12 @@ class Bench:
 
     def prefill_s(self) -> float:
         """Seconds of a step that prefills one prompt of PREFILL_TOKENS."""
-        self._executor.reset()
+        self.executor.reset()
         return self._run((self._started(0, PREFILL_TOKENS),), [0], [PREFILL_TOKENS])
 
     def decode_s(self, rows: int, steps: int) -> list[float]:
         """Seconds of each of `steps` decode steps of `rows` requests that hold CONTEXT_TOKENS at first."""
-        self._executor.reset()
+        self.executor.reset()
         for slot in range(rows):
             self._run((self._started(slot, CONTEXT_TOKENS),), [slot], [CONTEXT_TOKENS])
         return [self._run((), list(range(rows)), [1] * rows) for _ in range(steps)]
@@ -79,7 +92,7 @@ class Bench:
         first = 1 + slot * self._row_blocks
         return Started(
             slot=slot,
-            token_ids=self._rng.integers(0, min(self._vocab_size, 256), tokens).astype(np.uint32),
+            token_ids=self._rng.integers(0, min(self.vocab_size, 256), tokens).astype(np.uint32),
             prompt_tokens=tokens,
             computed_tokens=0,
             block_ids=np.arange(first, first + self._row_blocks),
@@ -99,7 +112,7 @@ class Bench:
             deadline_s=None,
         )
         begun = time.perf_counter()
-        self._executor.execute(plan)
+        self.executor.execute(plan)
         return time.perf_counter() - begun
 
 
