@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from services.executor import loader
 from services.executor.executor import Executor
 from services.executor.packing import PackedLinear
-from services.executor.plan import Plan, Settings, Started
+from services.executor.plan import Int64s, Plan, Settings, Started
 from services.executor.sampling_params import SamplingParams
 from services.scheduler.core.limits import Limits
 
@@ -22,6 +23,7 @@ CONTEXT_TOKENS = 300
 """Of each row before the decode steps that are timed."""
 GEMM_ROWS = 256
 _GREEDY = SamplingParams(temperature=0.0)
+_NO_PAIRS: Int64s = np.zeros((0, 2), np.int64)
 _BANDWIDTH_BYTES = 1 << 28
 """Far beyond any cache."""
 
@@ -78,10 +80,17 @@ class Bench:
         return self._run((self._started(0, PREFILL_TOKENS),), [0], [PREFILL_TOKENS])
 
     def decode_s(self, rows: int, steps: int) -> list[float]:
-        """Seconds of each of `steps` decode steps of `rows` requests that hold CONTEXT_TOKENS at first."""
+        """Seconds of each of `steps` decode steps of `rows` requests that hold CONTEXT_TOKENS at first.
+
+        One prompt is computed, and its blocks are copied for the others: what they hold costs a decode the same.
+        """
         self.executor.reset()
-        for slot in range(rows):
-            self._run((self._started(slot, CONTEXT_TOKENS),), [slot], [CONTEXT_TOKENS])
+        first = self._started(0, CONTEXT_TOKENS)
+        self._run((first,), [0], [CONTEXT_TOKENS])
+        for slot in range(1, rows):
+            blocks = self._blocks(slot)
+            one = replace(first, slot=slot, computed_tokens=CONTEXT_TOKENS - 1, block_ids=blocks)
+            self._run((one,), [slot], [1], np.stack([first.block_ids, blocks], axis=1))
         return [self._run((), list(range(rows)), [1] * rows) for _ in range(steps)]
 
     def _load(self, path: Path, dtype: torch.dtype, report: loader.Report) -> loader.Checkpoint:
@@ -89,27 +98,32 @@ class Bench:
         return self._checkpoint
 
     def _started(self, slot: int, tokens: int) -> Started:
-        first = 1 + slot * self._row_blocks
         return Started(
             slot=slot,
             token_ids=self._rng.integers(0, min(self.vocab_size, 256), tokens).astype(np.uint32),
             prompt_tokens=tokens,
             computed_tokens=0,
-            block_ids=np.arange(first, first + self._row_blocks),
+            block_ids=self._blocks(slot),
             sampling=_GREEDY,
         )
 
-    def _run(self, started: tuple[Started, ...], slots: list[int], counts: list[int]) -> float:
+    def _blocks(self, slot: int) -> Int64s:
+        return 1 + slot * self._row_blocks + np.arange(self._row_blocks)
+
+    def _run(
+        self, started: tuple[Started, ...], slots: list[int], counts: list[int], copies: Int64s = _NO_PAIRS
+    ) -> float:
         self._step += 1
         plan = Plan(
             step=self._step,
             freed_slots=np.zeros(0, np.int64),
             started=started,
-            new_blocks=np.zeros((0, 2), np.int64),
+            new_blocks=_NO_PAIRS,
             slots=np.array(slots),
             token_counts=np.array(counts),
             computed_tokens=None,
             deadline_s=None,
+            copies=copies,
         )
         begun = time.perf_counter()
         self.executor.execute(plan)
