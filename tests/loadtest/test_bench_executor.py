@@ -73,6 +73,8 @@ def test_work_is_counted_by_the_weights_and_the_keys_and_values(tmp_path: Path) 
     assert shapes == sorted([(512, 64), *of_a_layer, *of_a_layer])
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_the_whole_of_it_on_a_tiny_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
