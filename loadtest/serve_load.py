@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from loadtest import open_loop, workload
@@ -13,6 +14,10 @@ SINGLE_PROMPT_TOKENS = workload.Lengths.parse("300")
 """The mean of PROMPT_TOKENS."""
 OUTPUT_TOKENS = workload.Lengths.parse("64")
 TIMEOUT_S = 300.0
+
+
+Run = Callable[[workload.Plan], Awaitable[list[open_loop.Outcome]]]
+"""Has a burst served, by whatever serves it."""
 
 
 class LoadError(Exception):
@@ -31,6 +36,11 @@ class Repetition:
         """Output ids over the whole time of the one stream, its prefill included."""
         return self.single.out_tokens_per_s
 
+    @property
+    def single_decode_tokens_per_s(self) -> float:
+        """Of the one stream after its first id."""
+        return len(self.single.itl_s) / sum(self.single.itl_s)
+
 
 @dataclass
 class Measured:
@@ -40,34 +50,46 @@ class Measured:
     repetitions: list[Repetition] = field(default_factory=list)
 
 
+def over(ask: open_loop.Ask) -> Run:
+    """Of a server."""
+
+    async def run(plan: workload.Plan) -> list[open_loop.Outcome]:
+        return await open_loop.run(plan, ask, timeout_s=TIMEOUT_S)
+
+    return run
+
+
 async def repeat(ask: open_loop.Ask, measured: Measured, *, vocab_size: int, times: int, seed: int) -> None:
     """Appends `times` repetitions, each with prompts of its own, equal for every system. Raises LoadError."""
-    warm_up = workload.burst(
+    run = over(ask)
+    await warm_up(run, measured.name, vocab_size)
+    for repetition in range(times):
+        measured.repetitions.append(await once(run, measured.name, vocab_size=vocab_size, seed=seed + repetition))
+
+
+async def warm_up(run: Run, name: str, vocab_size: int) -> None:
+    """Two short requests. Raises LoadError."""
+    plan = workload.burst(
         streams=2,
         prompt=workload.Lengths.parse("64"),
         output=workload.Lengths.parse("4"),
         vocab_size=vocab_size,
         seed=0,
     )
-    await _run(warm_up, ask, measured.name)
-    for repetition in range(times):
-        many = workload.burst(
-            streams=STREAMS,
-            prompt=PROMPT_TOKENS,
-            output=OUTPUT_TOKENS,
-            vocab_size=vocab_size,
-            seed=seed + repetition,
-        )
-        single = workload.burst(
-            streams=1, prompt=SINGLE_PROMPT_TOKENS, output=OUTPUT_TOKENS, vocab_size=vocab_size, seed=seed + repetition
-        )
-        measured.repetitions.append(
-            Repetition(await _run(many, ask, measured.name), await _run(single, ask, measured.name))
-        )
+    await _summary(plan, run, name)
 
 
-async def _run(plan: workload.Plan, ask: open_loop.Ask, name: str) -> Summary:
-    outcomes = await open_loop.run(plan, ask, timeout_s=TIMEOUT_S)
+async def once(run: Run, name: str, *, vocab_size: int, seed: int) -> Repetition:
+    """One repetition, whose prompts follow from the seed. Raises LoadError."""
+    many = workload.burst(streams=STREAMS, prompt=PROMPT_TOKENS, output=OUTPUT_TOKENS, vocab_size=vocab_size, seed=seed)
+    single = workload.burst(
+        streams=1, prompt=SINGLE_PROMPT_TOKENS, output=OUTPUT_TOKENS, vocab_size=vocab_size, seed=seed
+    )
+    return Repetition(await _summary(many, run, name), await _summary(single, run, name))
+
+
+async def _summary(plan: workload.Plan, run: Run, name: str) -> Summary:
+    outcomes = await run(plan)
     for outcome in outcomes:
         if outcome.failure is not None:
             raise LoadError(f"{name}: a request of {outcome.prompt_tokens} prompt tokens failed: {outcome.message}")

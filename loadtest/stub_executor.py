@@ -284,6 +284,8 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         result = self._result(batch, taken.plan.step, rows)
         result.received_unix_ns = taken.received_unix_ns
         result.wait_us = max(0, wait_us)
+        result.execute_us = round(1e6 * pause_s)
+        result.sample_us = len(result.token_ids) // 4  # as if an id took 1 us
         if faulty and step == self.faults.wrong_count_at_step:
             result.token_ids += b"\0\0\0\0"
         return result

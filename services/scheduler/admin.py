@@ -18,13 +18,15 @@ ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 _DOOR = Door(
     {
         "triptych.engine.v1.FlushPrefixCacheRequest": frozenset(),
+        "triptych.engine.v1.GetLoadRequest": frozenset(),
+        "triptych.engine.v1.GetStatsRequest": frozenset(),
         "triptych.engine.v1.SubscribeKvEventsRequest": frozenset({"from_sequence"}),
     }
 )
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    """Flushes the prefix cache and tells of it; the other calls answer UNIMPLEMENTED."""
+    """Tells of load and counters, flushes the prefix cache and tells of it; Drain and SetLogLevel are UNIMPLEMENTED."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -44,14 +46,16 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def GetLoad(  # noqa: N802
         self, request: admin_pb2.GetLoadRequest, context: Any
     ) -> admin_pb2.GetLoadResponse:
-        """Not yet: every Attach stream has it in its heartbeats."""
-        raise unserved("GetLoad")
+        """What every Attach stream has in its heartbeats."""
+        _DOOR.check(request)
+        return admin_pb2.GetLoadResponse(heartbeat=self._engine.heartbeat())
 
     async def GetStats(  # noqa: N802
         self, request: admin_pb2.GetStatsRequest, context: Any
     ) -> admin_pb2.GetStatsResponse:
-        """Not yet."""
-        raise unserved("GetStats")
+        """Counters since the start, and the requests there are now."""
+        _DOOR.check(request)
+        return self._engine.stats()
 
     async def FlushPrefixCache(  # noqa: N802
         self, request: admin_pb2.FlushPrefixCacheRequest, context: Any

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from typing import NoReturn
 
-from triptych.engine.v1 import engine_pb2
+from triptych.engine.v1 import admin_pb2, engine_pb2
 
 from services.common.digests import DIGEST_BYTES, chained_digest
 from services.common.errors import RequestError, StartError, unavailable
@@ -24,7 +24,7 @@ from services.scheduler.core.kv_events import Stored
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import Failure, FailureKind, RequestKey
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.core.step import InvariantError, ResultError, Updates
+from services.scheduler.core.step import InvariantError, ResultError, StepPlan, Updates
 from services.scheduler.executor_link import ExecutorFacts, ExecutorLink
 from services.scheduler.executor_run import Answer, ExecutorLostError, ExecutorRun, ExecutorTakenError
 from services.scheduler.frontends import Frontends
@@ -34,6 +34,7 @@ from services.scheduler.outbox import Outbox
 from services.scheduler.plan_codec import Logprob
 from services.scheduler.recording import Journal, RecordedScheduler
 from services.scheduler.self_test import SelfTest
+from services.scheduler.statistics import Statistics
 from services.scheduler.throughput import DrainRate, Throughput
 
 log = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class Engine:
         """What happens to the prefix cache."""
         self._throughput = Throughput()
         self._drain_rate = DrainRate()
+        self._statistics = Statistics()
         self._token_s: float | None = None
 
     # -- frontends
@@ -146,6 +148,7 @@ class Engine:
         if self._core is not None:
             step = self._core.applied_step
             self._core.abort(RequestKey(number, request_id))
+        self._statistics.failed(error.reason)
         self._send(number, outputs.Outputs(step, failed=[outputs.failed_message(request_id, error)]))
         self._requests_changed()
 
@@ -228,6 +231,11 @@ class Engine:
             beat.prompt_tokens_per_s = self._throughput.prompt_tokens_per_s
             beat.output_tokens_per_s = self._throughput.output_tokens_per_s
         return beat
+
+    def stats(self) -> admin_pb2.GetStatsResponse:
+        """What has been done since the start, and by whom the engine is held now."""
+        engine_id = self._hello.engine_id if self._hello is not None else ""
+        return self._statistics.message(self.heartbeat(), engine_id, self._core)
 
     def beat(self) -> None:
         """Tells all frontends."""
@@ -330,19 +338,27 @@ class Engine:
     async def _plan_ahead(self, run: ExecutorRun, core: Scheduler) -> None:
         """Sends what can be planned now."""
         while run.num_under_way < self._max_in_flight:
-            preemptions = core.preemptions
+            preemptions = core.counters.preemptions
+            begun_s = time.monotonic()
             plan = core.plan(now_ns())
-            if core.preemptions > preemptions:
-                log.debug("%d requests preempted: the KV pool is full", core.preemptions - preemptions)
+            if plan is not None and self._counts(plan):
+                self._statistics.planned(time.monotonic() - begun_s)
+            if (preempted := core.counters.preemptions - preemptions) > 0:
+                log.debug("%d requests preempted: the KV pool is full", preempted)
             if plan is None:
                 return
             await run.send(plan)
 
     def _apply(self, core: Scheduler, answer: Answer) -> None:
+        counts = self._counts(answer.plan)
+        begun_s = time.monotonic()
         try:
             updates = core.apply(answer.result, now_ns())
         except ResultError as error:
             raise ExecutorLostError(f"its result contradicts the plan: {error}") from error
+        if counts:
+            apply_s = time.monotonic() - begun_s
+            self._statistics.applied(execute_s=answer.execute_s, sample_s=answer.sample_s, apply_s=apply_s)
         if answer.plan.slots and not self._self_test.is_running:
             prefilled = sum(count for count in answer.plan.token_counts if count > 1)
             self._throughput.add(answer.step_s, prefilled, len(updates.token_ids))
@@ -350,6 +366,10 @@ class Engine:
             self._token_s = time.monotonic()
             self._self_test.token_made(self._token_s)
         self._deliver(updates, answer.logprobs)
+
+    def _counts(self, plan: StepPlan) -> bool:
+        """Whether a step has rows, and not the self-test's alone, which is counted nowhere."""
+        return len(plan.slots) > (1 if self._self_test.is_running else 0)
 
     async def _idle(self, core: Scheduler) -> None:
         """Waits for work, on nothing but an event; after a while without a token, makes one."""
@@ -373,6 +393,7 @@ class Engine:
         for failure in updates.failed:
             if failure.key.frontend != self_test.FRONTEND:
                 _log_failure(failure)
+                self._statistics.failed(outputs.reason_of(failure.kind))
         now_s = time.monotonic()
         self._drain_rate.add(now_s, len(updates.finished))
         retry_after_ms = self._drain_rate.retry_after_ms(now_s, self.core.num_waiting) if updates.failed else None

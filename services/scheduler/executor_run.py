@@ -33,13 +33,16 @@ class ExecutorTakenError(ExecutorLostError):
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """A plan's result. `step_s` is the time the executor had for it alone: since it was sent, or the last was done."""
+    """A plan's result. `step_s` is the time the executor had for it alone: since it was sent, or the last was done;
+    of it the executor says what the model took, and what sampling did."""
 
     plan: StepPlan
     result: StepResult
     logprobs: Mapping[int, Logprob]
     """by place in the result's ids"""
     step_s: float
+    execute_s: float
+    sample_s: float
 
 
 class ExecutorRun:
@@ -160,7 +163,8 @@ class ExecutorRun:
             result, logprobs = decode_result(message, len(plan.slots))
         except ResultError as error:
             raise ExecutorLostError(f"its result cannot be: {error}") from error
-        self._answers.append(Answer(plan, result, logprobs, time.monotonic() - (self.step_since_s or self.heard_s)))
+        step_s = time.monotonic() - (self.step_since_s or self.heard_s)
+        self._answers.append(Answer(plan, result, logprobs, step_s, message.execute_us / 1e6, message.sample_us / 1e6))
         self._end_step()
         if self._plans:
             self._begin_step()

@@ -75,6 +75,11 @@ def failed_message(request_id: int, error: RequestError) -> engine_pb2.Failed:
     )
 
 
+def reason_of(kind: FailureKind) -> str:
+    """ErrorInfo.reason of a failure, as its caller is told."""
+    return _STATUS[kind][1]
+
+
 def split(
     updates: Updates, logprobs: Mapping[int, Logprob] | None = None, retry_after_ms: int | None = None
 ) -> dict[int, Outputs]:

@@ -71,7 +71,7 @@ async def test_K5_after_2000_requests_that_finish_abort_and_fail_everything_is_f
         assert sum(mine.finished is not None for mine in told.values()) > 800
         assert sum(not mine.done.is_set() for mine in told.values()) > 20  # aborted in time
         assert all(mine.after_end == 0 for mine in told.values())
-        assert b.server.engine.core.preemptions > 0
+        assert b.server.engine.core.counters.preemptions > 0
 
 
 # -- C1: cancel in every phase. With the step held, "free" is looked at before and after it is applied.

@@ -41,7 +41,7 @@ async def streams(
             await finished(*(mine for n, mine in enumerate(told) if n not in ABORTED))
             await until_idle(server)
             assert all(mine.failed is None and mine.after_end == 0 for mine in told)
-            return told, server.engine.core.preemptions
+            return told, server.engine.core.counters.preemptions
 
 
 async def test_greedy_ids_are_the_references_with_one_step_or_two(tiny: Path) -> None:

@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 from loadtest import bench_executor
+from loadtest.alone import outcomes
 from loadtest.executor_load import Bench
+from loadtest.serve_load import Measured, Repetition
+from loadtest.summary import Summary, summarize
+from loadtest.workload import Plan, Planned
 from tests.support.checkpoints import tiny_llama
 
 
@@ -28,7 +32,34 @@ def test_rates_and_shares_are_those_of_a_hand() -> None:
     assert found["decode_1_tokens_per_s"] == pytest.approx(50)
     assert found["prefill_share_of_gemm"] == pytest.approx(0.8)
     assert found["decode_share_of_bandwidth"] == pytest.approx(0.5)
-    assert found["ratio_vs_vllm"] is None
+
+
+def repetition(many_s: float, first_s: float, step_s: float) -> Repetition:
+    """16 streams of 100 tokens and 10 out that take `many_s`; one of them alone, by its first id and its steps."""
+
+    def summary(streams: int, token_s: list[float]) -> Summary:
+        requests = tuple(Planned(0.0, (5,) * 100, 10) for _ in range(streams))
+        return summarize(Plan(requests, 0.0, 0.0), outcomes(Plan(requests, 0.0, 0.0), [token_s] * streams))
+
+    return Repetition(summary(16, [many_s] * 10), summary(1, [first_s + step_s * i for i in range(10)]))
+
+
+def test_the_load_is_compared_by_its_total_rate_and_one_stream_by_its_decode() -> None:
+    found = bench_executor.load_values(
+        [
+            Measured("alone", [repetition(1.0, 0.5, 0.125), repetition(4.0, 0.5, 0.125), repetition(2.0, 0.5, 0.125)]),
+            Measured("stack", [repetition(2.5, 0.5, 0.25)]),
+            Measured("vllm", [repetition(4.0, 1.0, 0.5)]),
+        ]
+    )
+    assert found["alone_total_tokens_per_s"] == pytest.approx(16 * 110 / 2.0)
+    assert found["alone_out_tokens_per_s"] == pytest.approx(16 * 10 / 2.0)
+    assert found["alone_single_decode_tokens_per_s"] == pytest.approx(8)
+    assert found["alone_single_stream_tokens_per_s"] == pytest.approx(10 / (0.5 + 9 * 0.125))
+    assert found["share_of_executor_alone"] == pytest.approx(2.0 / 2.5)
+    assert found["ratio_vs_vllm"] == pytest.approx(4.0 / 2.0)
+    assert found["ratio_vs_vllm_single"] == pytest.approx(0.5 / 0.125)
+    assert found["ratio_vs_llamacpp"] is None and found["ratio_vs_transformers"] is None
 
 
 def test_work_is_counted_by_the_weights_and_the_keys_and_values(tmp_path: Path) -> None:
@@ -42,14 +73,23 @@ def test_work_is_counted_by_the_weights_and_the_keys_and_values(tmp_path: Path) 
     assert shapes == sorted([(512, 64), *of_a_layer, *of_a_layer])
 
 
-def test_the_whole_of_it_on_a_tiny_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_whole_of_it_on_a_tiny_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in bench_executor.PEERS:
+        monkeypatch.delenv(f"TRIPTYCH_PEER_{name}", raising=False)
     path = tiny_llama(tmp_path / "m")
     assert bench_executor.main(["--quick", "--model", str(path), "--threads", "1"]) == 0
-    *_, last = capsys.readouterr().out.splitlines()
+    *shown, last = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("left out: vllm (set TRIPTYCH_PEER_VLLM), transformers") for line in shown)
     found = json.loads(last)
     rates = ("prefill_tokens_per_s", "decode_16_tokens_per_s", "decode_1_tokens_per_s")
     assert all(found[key] > 0 for key in (*rates, "prefill_share_of_gemm", "decode_share_of_bandwidth"))
-    assert found["ratio_vs_vllm"] is None and found["benchmark"] == "bench_executor"
+    assert found["ratio_vs_vllm"] is None and found["ratio_vs_vllm_single"] is None
+    assert found["share_of_executor_alone"] > 0 and found["stack_total_tokens_per_s"] > 0
+    assert found["benchmark"] == "bench_executor"
 
 
 def test_a_model_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

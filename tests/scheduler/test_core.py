@@ -247,7 +247,7 @@ def test_preempted_streams_are_those_of_a_pool_that_never_runs_out(max_step_toke
         keys = [driver.submit(4, max_tokens=20) for _ in range(4)]
         driver.run()
         streams.append([driver.seen[key].ids for key in keys])
-        assert (driver.core.preemptions > 0) == (num_blocks == 9)
+        assert (driver.core.counters.preemptions > 0) == (num_blocks == 9)
     assert streams[0] == streams[1]
 
 
@@ -256,7 +256,7 @@ def test_the_newest_is_preempted_and_returns_whole_before_the_queue() -> None:
     old, new = driver.submit(12, max_tokens=15), driver.submit(12, max_tokens=15)
     driver.step()
     late = driver.submit(1, max_tokens=1)
-    while driver.core.preemptions == 0:
+    while driver.core.counters.preemptions == 0:
         driver.step()
     assert driver.core.num_running == 1
     assert not driver.seen[new].ended
@@ -279,14 +279,14 @@ def test_the_oldest_is_never_preempted() -> None:
     driver.run()
     end = driver.seen[oldest].finished
     assert end is not None and end.preemptions == 0
-    assert driver.core.preemptions > 0
+    assert driver.core.counters.preemptions > 0
 
 
 def test_a_preempted_request_can_be_aborted_while_it_waits() -> None:
     driver = preempting()
     driver.submit(12, max_tokens=15)
     new = driver.submit(12, max_tokens=15)
-    while driver.core.preemptions == 0:
+    while driver.core.counters.preemptions == 0:
         driver.step()
     driver.abort(new)
     driver.run()
@@ -500,7 +500,7 @@ def test_with_more_steps_in_flight_the_ids_are_the_same(in_flight: int) -> None:
     driver = preempting(max_in_flight=in_flight)
     keys = [driver.submit(4, max_tokens=20, stop_ids=frozenset({n})) for n in range(6)]
     driver.run()
-    assert driver.core.preemptions > 0
+    assert driver.core.counters.preemptions > 0
     assert all(driver.seen[key].ids == driver.expected(key) for key in keys)
 
 

@@ -97,7 +97,7 @@ def test_choices_preempted_by_a_small_pool_are_the_same() -> None:
     driver = roomy(num_blocks=9, context_tokens=32, max_in_flight=2)
     key = driver.submit(10, max_tokens=20, choices=4)
     driver.run()
-    assert driver.core.preemptions > 0
+    assert driver.core.counters.preemptions > 0
     assert all(seen.finished for seen in driver.choices(key))
 
 

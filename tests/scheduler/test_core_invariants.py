@@ -249,8 +249,8 @@ def test_K6_the_invariants_hold_over_2000_steps(seed: int) -> None:
             driver.bad_ids[rng.choice(live)] = 2**31
         driver.take(driver.core.expire(driver.now_ns))
         driver.step()
-    assert driver.core.preemptions > 10
-    assert driver.core.prefix_hit_tokens > 0
+    assert driver.core.counters.preemptions > 10
+    assert driver.core.counters.prefix_hit_tokens > 0
     assert block_tokens == 1 or any(plan.copies for plan in driver.plans)
     driver.run()
     assert all(seen.ended for seen in driver.seen.values())

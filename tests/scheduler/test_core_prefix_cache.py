@@ -42,7 +42,7 @@ def test_K2_a_prompt_sent_twice_finds_its_full_blocks_and_computes_at_least_its_
     # The second run's prefill computes what was not found, never nothing.
     starts = [plan for plan in driver.plans if plan.started]
     assert starts[1].token_counts == [tokens - hit]
-    assert (driver.core.prefix_query_tokens, driver.core.prefix_hit_tokens) == (2 * tokens, hit)
+    assert (driver.core.counters.prefix_query_tokens, driver.core.counters.prefix_hit_tokens) == (2 * tokens, hit)
 
 
 def test_blocks_that_an_output_filled_are_found_by_a_prompt_that_goes_on_from_it() -> None:
@@ -138,7 +138,7 @@ def test_a_preempted_request_finds_its_own_blocks_again() -> None:
     driver = roomy(num_blocks=9, context_tokens=32)
     keys = [driver.submit(12, max_tokens=15) for _ in range(2)]
     driver.run()
-    assert driver.core.preemptions == 1
+    assert driver.core.counters.preemptions == 1
     (returned,) = [start for plan in driver.plans for start in plan.started if start.key == keys[1]][1:]
     assert returned.num_computed >= BLOCK
     # What it found of its own is no hit that a user is told of.

@@ -65,7 +65,7 @@ def test_a_recording_comes_out_as_it_was(tmp_path: Path) -> None:
     done = replay(tmp_path / "core.jsonl")
     assert done.difference is None
     assert done.plans == len(driver.plans) > 100
-    assert driver.core.preemptions and driver.core.prefix_hit_tokens
+    assert driver.core.counters.preemptions and driver.core.counters.prefix_hit_tokens
 
 
 def test_a_core_that_decides_otherwise_is_found_and_shown(

@@ -78,7 +78,7 @@ def test_preempted_in_its_prompt_it_is_told_the_rest_and_preempted_later_nothing
     young = driver.submit(20, max_tokens=0, prompt_logprobs=0)
     later = driver.submit(6, max_tokens=20, prompt_logprobs=0)
     driver.run()
-    assert driver.core.preemptions > 0
+    assert driver.core.counters.preemptions > 0
     assert [len(driver.seen[key].scores) for key in (old, young, later)] == [3, 19, 5]
     again = [start for plan in driver.plans for start in plan.started if start.submission.key == later][1:]
     assert again and not any(start.is_scored for start in again)  # the executor is not asked for what was told

@@ -91,7 +91,7 @@ async def test_preempted_streams_equal_unpreempted_ones(model: Path) -> None:
             told = [await b.frontend.submit([n, n], max_tokens=40, seed=n) for n in range(6)]
             await finished(*told)
             streams[num_kv_blocks] = [mine.ids for mine in told]
-            assert (b.server.engine.core.preemptions > 0) == (num_kv_blocks == 13)
+            assert (b.server.engine.core.counters.preemptions > 0) == (num_kv_blocks == 13)
             ends = [mine.finished for mine in told if mine.finished]
             assert (sum(end.preemptions for end in ends) > 0) == (num_kv_blocks == 13)
             await b.idle()

@@ -113,12 +113,14 @@ class Request:
         "account",
         "blocks",
         "cached_tokens",
+        "counts_prompt",
         "digests",
         "ended",
         "first_token_ns",
         "is_scored",
         "key",
         "last_computed",
+        "last_id_ns",
         "last_step",
         "max_tokens",
         "min_tokens",
@@ -186,6 +188,8 @@ class Request:
         self.overtaken = 0
         self.queued_tokens = 0
         self.cached_tokens = 0
+        self.counts_prompt = choice == 0
+        self.last_id_ns = 0
         self.queued_ns = queued_ns
         self.scheduled_ns = 0
         self.first_token_ns = 0
@@ -204,6 +208,11 @@ class Request:
     def num_to_compute(self) -> int:
         """Tokens whose KV is still missing."""
         return min(self.num_tokens, self.last_computed) - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        """It has ids of its own, and the KV of all but the last was computed in steps applied."""
+        return bool(self.output) and self.num_stored >= self.num_known - 1
 
     @property
     def wants_scores(self) -> bool:

@@ -25,6 +25,7 @@ from collections import deque
 from dataclasses import replace
 
 from services.scheduler.core import books, gate
+from services.scheduler.core.counters import Counters
 from services.scheduler.core.deadlines import Deadlines
 from services.scheduler.core.in_flight import Step
 from services.scheduler.core.kv_events import KvEvent, Stored
@@ -70,13 +71,7 @@ class Scheduler:
 
     def __init__(self, limits: Limits, chained_digest: ChainedDigest | None = None) -> None:
         self.limits = limits
-        self.preemptions = 0
-        self.prefix_query_tokens = 0
-        """Prompt tokens of the requests that started and read the prefix cache."""
-        self.prefix_hit_tokens = 0
-        """Of these, the ones found there."""
-        self.dropped_tokens = 0
-        """Ids sampled past the end of their request."""
+        self.counters = Counters()
         self._chained_digest = chained_digest
         self._kv_events: list[KvEvent] = []
         self._requests: dict[RequestKey, Request] = {}
@@ -154,6 +149,19 @@ class Scheduler:
         """The requests of one frontend."""
         return [key for key in self._requests if key.frontend == frontend]
 
+    def by_phase(self) -> dict[str, int]:
+        """Requests by what they do, those not counted left out; one pass over the running ones."""
+        counted = [request for request in self._running if request.submission.is_counted]
+        decodes = sum(request.is_decoding for request in counted)
+        preempted = self._waiting.num_preempted
+        waiting = len(self._waiting) - preempted - (self._num_uncounted - (len(self._running) - len(counted)))
+        return {
+            "prefill": len(counted) - decodes,
+            "decode": decodes,
+            "waiting_new": waiting,
+            "waiting_preempted": preempted,
+        }
+
     # -- requests come and go
 
     def submit(self, submission: Submission, now_ns: int) -> Failure | None:
@@ -206,6 +214,7 @@ class Scheduler:
         """Ends a choice without a word; an unknown or ended one is ignored."""
         request = self._requests.get(key)
         if request is not None:
+            self.counters.aborted += request.submission.is_counted
             self._end(request)
 
     def expire(self, now_ns: int) -> Updates:
@@ -270,6 +279,7 @@ class Scheduler:
         else:
             self._residents.leave(request, self._applied_step)
         self._tenants.ended(request.account)
+        self.counters.ended(request)
         self._num_uncounted -= not request.submission.is_counted
         if not self._requests:
             self._deadlines.clear()
@@ -327,7 +337,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self._residents.evict(request)
         request.preemptions += 1
-        self.preemptions += 1
+        self.counters.preemptions += request.submission.is_counted
         self._waiting.put_back(request)
 
     def _chunk(self, missing: int, budget: int) -> int:
@@ -368,6 +378,7 @@ class Scheduler:
         if request.scheduled_ns == 0:
             request.scheduled_ns = now_ns
             request.account.served += PROMPT_WEIGHT * request.num_to_compute
+            self.counters.started(request)
             self._count_hits(request, placement)
         step.started.append(
             Start(
@@ -386,8 +397,9 @@ class Scheduler:
     def _count_hits(self, request: Request, placement: Placement) -> None:
         if self._residents.caches(request) and not request.is_scored and placement.sibling is None:
             request.cached_tokens = placement.num_computed
-            self.prefix_query_tokens += request.prompt_tokens
-            self.prefix_hit_tokens += placement.num_computed
+            if request.submission.is_counted:
+                self.counters.prefix_query_tokens += request.prompt_tokens
+                self.counters.prefix_hit_tokens += placement.num_computed
 
     def _waits_for_a_slot(self) -> bool:
         """Whether only the passing of a step makes a slot usable."""
@@ -419,13 +431,15 @@ class Scheduler:
     def _apply_rows(self, step: Step, result: StepResult, now_ns: int, updates: Updates) -> None:
         # Every running request passes here in every step: what most rows need stands in the loop.
         token_ids, failed, keys, vocab_size = result.token_ids, result.failed, updates.keys, self.limits.vocab_size
+        last_ids_ns, hidden = self.counters.last_ids_ns, self._hidden_keys(step)
         place = 0
         dropped: set[int] = set()
+        earlier_ns: list[int] = []
         for request, slot, computed, count in zip(
             step.requests, step.row_slots, step.token_counts, result.token_counts, strict=True
         ):
             if request.ended:
-                self.dropped_tokens += count
+                self.counters.dropped_tokens += count * request.submission.is_counted
                 dropped.update(range(place, place + count))
             elif failed and slot in failed:
                 message = f"the executor could not compute it: {failed[slot]}"
@@ -442,6 +456,9 @@ class Scheduler:
                         output = request.output
                         output.append(token_id)
                         keys.append(request.key)
+                        if request.last_id_ns != last_ids_ns:
+                            earlier_ns.append(request.last_id_ns)
+                        request.last_id_ns = now_ns
                         request.account.served += OUTPUT_WEIGHT
                         length = len(output)
                         if length == 1:
@@ -456,6 +473,13 @@ class Scheduler:
                         dropped.add(place)
             place += count
         updates.take_ids(token_ids, dropped)
+        self.counters.ids_told(len(keys), sum(key in hidden for key in keys) if hidden else 0, earlier_ns, now_ns)
+
+    def _hidden_keys(self, step: Step) -> set[RequestKey]:
+        """The rows of a step that do not count; most often nobody's."""
+        if not self._num_uncounted:
+            return set()
+        return {request.key for request in step.requests if not request.submission.is_counted}
 
     def _take_scores(self, step: Step, result: StepResult, now_ns: int, updates: Updates) -> None:
         """Passes on what was not told before: what the executor computes again after a preemption, it scores again."""
@@ -470,6 +494,8 @@ class Scheduler:
 
     def _note_first(self, request: Request, now_ns: int, updates: Updates) -> None:
         request.first_token_ns = now_ns
+        if request.submission.is_counted:
+            self.counters.time_to_first_token.add(now_ns - request.queued_ns)
         updates.started.append(
             Started(request.key, request.queued_ns, request.scheduled_ns, now_ns, request.cached_tokens)
         )
@@ -478,6 +504,7 @@ class Scheduler:
         self, request: Request, reason: FinishReason, stop_id: int | None, now_ns: int, updates: Updates
     ) -> None:
         updates.finished.append(Finished(request.key, reason, stop_id, request.preemptions, now_ns))
+        self.counters.finished[reason] += request.submission.is_counted
         self._end(request)
 
     # -- the books
@@ -505,5 +532,8 @@ class Scheduler:
         books.check_slots(self._slots, holding)
         books.check_waiting(self._waiting)
         books.check_tenants(self._tenants, self._requests.values(), self._waiting)
+        preempted = sum(request.preemptions > 0 and request.submission.is_counted for request in self._waiting)
+        if preempted != self._waiting.num_preempted:
+            raise InvariantError(f"{preempted} preempted requests wait, {self._waiting.num_preempted} are counted")
         if len(self._requests) != len(self._running) + len(self._waiting):
             raise InvariantError("a request neither runs nor waits")

@@ -37,7 +37,8 @@ def _turn(queue: OrderedDict[RequestKey, Request]) -> tuple[int, tuple[int, int]
 
 
 class WaitingQueue:
-    """Any request may leave at any time. `num_tokens` are those to be computed, as known when they joined."""
+    """Any request may leave at any time. `num_tokens` are those to be computed, as known when they joined;
+    `num_preempted` counts those that were put back."""
 
     def __init__(self, tenants: Tenants) -> None:
         self._tenants = tenants
@@ -45,6 +46,7 @@ class WaitingQueue:
         self._priorities: list[int] = []  # of the levels, lowest first: it runs first
         self._size = 0
         self.num_tokens = 0
+        self.num_preempted = 0
 
     def __len__(self) -> int:
         return self._size
@@ -58,6 +60,7 @@ class WaitingQueue:
     def put_back(self, request: Request) -> None:
         """What was preempted joins before all of its priority that never ran."""
         insort(self._level(request).preempted, request, key=by_rank)
+        self.num_preempted += request.submission.is_counted
         self._count(request, request.num_tokens)
 
     def discard(self, request: Request) -> None:
@@ -72,6 +75,7 @@ class WaitingQueue:
                 del level.by_tenant[request.account.tenant]
         elif request in level.preempted:
             level.preempted.remove(request)
+            self.num_preempted -= request.submission.is_counted
         else:
             return
         self._size -= 1
