@@ -180,14 +180,28 @@ def _bucket(weights, scores_range, buckets):  # type: ignore[no-untyped-def]  # 
 def _in_order(x, bucket, buckets, count):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """Ids of a bucket, best first, the lower one first among equals; x are scaled distances from the best, <= 0."""
     ids = np.empty(count, np.int64)
-    keys = np.empty(count, np.float64)
     at = 0
     for i in range(x.shape[0]):
         if buckets[i] == bucket:
             ids[at] = i
-            keys[at] = -x[i]
             at += 1
-    return ids[np.argsort(keys, kind="mergesort")]
+    # Merge sort, runs of 1, 2, 4, ...: numpy's takes longer to compile than all the rest here.
+    merged = np.empty(count, np.int64)
+    width = 1
+    while width < count:
+        for low in range(0, count, 2 * width):
+            middle, high = min(low + width, count), min(low + 2 * width, count)
+            left, right = low, middle
+            for to in range(low, high):
+                if left < middle and (right >= high or x[ids[left]] >= x[ids[right]]):
+                    merged[to] = ids[left]
+                    left += 1
+                else:
+                    merged[to] = ids[right]
+                    right += 1
+        ids, merged = merged, ids
+        width *= 2
+    return ids
 
 
 @njit(**_OPTIONS)
