@@ -104,7 +104,7 @@ class FusedAttention(torch.nn.Module):
         self.width = qkv.weights.depth
         self.angles = heads.angles
         self.qkv_proj = qkv
-        self.out_proj = out
+        self.o_proj = out
         q_norm, k_norm = norms or (None, None)
         self.q_norm: FusedNorm | None = q_norm
         self.k_norm: FusedNorm | None = k_norm
@@ -124,7 +124,7 @@ class FusedAttention(torch.nn.Module):
     ) -> tuple[torch.Tensor, None]:
         """hidden_states [1, tokens, width] float32 -> [1, tokens, outputs]; a mask is not needed for a causal model."""
         rows = hidden_states[0].contiguous()
-        out = torch.empty(len(rows), self.out_proj.weights.outputs)
+        out = torch.empty(len(rows), self.o_proj.weights.outputs)
         self.compute(rows.numpy(), position_embeddings, attention_step, out.numpy())
         return out[None], None
 
@@ -141,7 +141,7 @@ class FusedAttention(torch.nn.Module):
             self._scores,
             attended.tensor.view(len(x), heads.queries, heads.dim),
         )
-        self.out_proj.compute(attended.array, out)
+        self.o_proj.compute(attended.array, out)
 
     def _rotary(self, angles: Angles) -> Rotary:
         cos, sin = angles[0][0], angles[1][0]
@@ -160,6 +160,18 @@ class Norms:
     after_mlp: FusedNorm | None
 
 
+_NORMS = {
+    2: ("input_layernorm", "post_attention_layernorm"),
+    4: (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+}
+"""Names that transformers gives a layer's norms, by how many there are, in the order in which they run."""
+
+
 class FusedLayer(torch.nn.Module):
     """x + attention(norm(x)), then the same with the MLP, in one call; of the MLP anything may be kept."""
 
@@ -168,7 +180,9 @@ class FusedLayer(torch.nn.Module):
         self.width = attention.width
         self.self_attn = attention
         self.mlp = mlp
-        self.norms = torch.nn.ModuleList(one for one in vars(norms).values() if one is not None)
+        held = [norm for norm in vars(norms).values() if norm is not None]
+        for name, norm in zip(_NORMS[len(held)], held, strict=True):
+            self.add_module(name, norm)
         self._norms = norms
         self._scratch = scratch
 

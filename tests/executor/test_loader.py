@@ -30,6 +30,10 @@ def load(path: Path) -> loader.Checkpoint:
     return loader.load(path, torch.float32, lambda progress: None)
 
 
+KV_WIDTH = 2 * 16
+"""Of the tiny checkpoint: its keys of a token, 2 heads of 16."""
+
+
 def dense(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The tensors by their names in the files, packed ones unpacked to float32."""
     state = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith(".panels")}
@@ -40,6 +44,10 @@ def dense(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             if name.endswith(".gate_up"):
                 parts = zip(("gate_proj", "up_proj"), torch.from_numpy(out).chunk(2), strict=True)
                 state |= {f"{name.removesuffix('gate_up')}{part}.weight": tensor for part, tensor in parts}
+            elif name.endswith(".qkv_proj"):
+                widths = [len(out) - 2 * KV_WIDTH, KV_WIDTH, KV_WIDTH]
+                parts = zip(("q_proj", "k_proj", "v_proj"), torch.from_numpy(out).split(widths), strict=True)
+                state |= {f"{name.removesuffix('qkv_proj')}{part}.weight": tensor for part, tensor in parts}
             else:
                 state[f"{name}.weight"] = torch.from_numpy(out)
     return state
