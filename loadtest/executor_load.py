@@ -71,8 +71,10 @@ class Bench:
             self._run((self._started(slot, CONTEXT_TOKENS),), [slot], [CONTEXT_TOKENS])
         return [self._run((), list(range(rows)), [1] * rows) for _ in range(steps)]
 
-    def _load(self, path: Path, dtype: torch.dtype, report: loader.Report) -> loader.Checkpoint:
-        self._checkpoint = loader.load(path, dtype, report)
+    def _load(
+        self, path: Path, dtype: torch.dtype, report: loader.Report, expected_hash: str = ""
+    ) -> loader.Checkpoint:
+        self._checkpoint = loader.load(path, dtype, report, expected_hash)
         return self._checkpoint
 
     def _started(self, slot: int, tokens: int) -> Started:

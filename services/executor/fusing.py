@@ -1,17 +1,17 @@
 """Modules of a loaded model replaced by ones that do the same in fewer passes over memory.
 
-What a module does is not told by its name: each replacement is first compared with the original on a random row, and
-left out where it differs. So a family whose norm or MLP means something else keeps transformers' own.
+What a module does is not told by its name: a replacement is first compared with the original on a random row, and left
+out where it differs. So a family whose norm or MLP means something else keeps transformers' own. Modules of one class
+whose sizes and settings are the same compute the same, so the first of them is compared for all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
-import numpy as np
 import torch
 
-from kernels.cpu import elementwise, linear, tile
+from kernels.cpu import elementwise, linear, pages, tile
 from services.executor.packing import PackedLinear
 
 _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
@@ -23,13 +23,17 @@ def install(model: torch.nn.Module) -> dict[str, int]:
     """Replaces what it can in a model whose linear layers are packed; returns how many of which class."""
     counts: dict[str, int] = {}
     replaced: list[str] = []
+    verdicts: dict[Hashable, bool] = {}
     # By name, since a list of modules would keep every original's weights until the last is replaced.
     for name in [name for name, _ in model.named_modules()]:
         if any(name.startswith(f"{parent}.") for parent in replaced):
             continue
         module = model.get_submodule(name)
-        for candidate in _candidates(module):
-            if _agree(module, candidate):
+        for place, candidate in enumerate(_candidates(module)):
+            kind = (place, _kind(module))
+            if kind not in verdicts:
+                verdicts[kind] = _agree(module, candidate)
+            if verdicts[kind]:
                 model.set_submodule(name, candidate)
                 replaced.append(name)
                 counts[type(module).__name__] = counts.get(type(module).__name__, 0) + 1
@@ -102,8 +106,23 @@ def _joined(first: torch.nn.Module, second: torch.nn.Module) -> PackedLinear | N
     bias = None
     if first.bias is not None and second.bias is not None:
         bias = torch.nn.Parameter(torch.cat([first.bias, second.bias]), requires_grad=False)
-    panels = np.concatenate([one.panels, other.panels])
+    panels = pages.concatenate([one.panels, other.panels])
     return PackedLinear(linear.Packed(panels, one.outputs + other.outputs), bias)
+
+
+def _kind(module: torch.nn.Module) -> Hashable:
+    """Class, plain settings and shapes of a module and of those in it."""
+    return tuple(
+        (
+            name,
+            type(part),
+            tuple(
+                sorted((key, value) for key, value in vars(part).items() if isinstance(value, bool | int | float | str))
+            ),
+            tuple((key, tensor.shape, tensor.dtype) for key, tensor in part.state_dict(keep_vars=True).items()),
+        )
+        for name, part in module.named_modules()
+    )
 
 
 @torch.inference_mode()

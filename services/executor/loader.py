@@ -1,31 +1,30 @@
-"""Weights out of safetensors files into a model built without any. Never pickle, never remote code."""
+"""Weights out of safetensors files into a model built without any. Never pickle, never remote code.
+
+Tensors go one by one, several at once in threads, from the mapped files to what is served of them, and what was read is
+given back: at no time is a checkpoint in memory twice. Whatever can be refused by headers and hash is refused before.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from kernels.cpu.linear import Packed
 from services.common.errors import StartError
 from services.executor import architecture, conversion, fusing, memory, packing
 from services.executor.attention.selection import IMPLEMENTATION
+from services.executor.weight_files import Hashing, WeightFiles, enumerated, locate
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 _HEAD = "lm_head.weight"
 """The output matrix, in every family served; with tied embeddings a file may lack it."""
-_LISTED = 8
-"""Names an error lists before it counts the rest."""
+_HASH_REPORT_S = 0.5
+
+Recipes = dict[str, conversion.Recipe]
 
 
 @dataclass(frozen=True)
@@ -50,77 +49,59 @@ class Checkpoint:
     weights_hash: str
 
 
-def load(path: Path, dtype: torch.dtype, report: Report) -> Checkpoint:
-    """Builds the model on the CPU in `dtype`; `report` is called from this thread.
+def load(path: Path, dtype: torch.dtype, report: Report, expected_hash: str = "") -> Checkpoint:
+    """Builds the model on the CPU in `dtype`, by torch's number of threads; `report` is called from this thread.
 
-    Raises StartError when the model is not served, a file cannot be read, the weights do not fit into memory, or
-    tensors are missing, unexpected or of another shape (all listed).
+    Raises StartError when the model is not served, a file cannot be read, the weights do not fit into memory, tensors
+    are missing, unexpected or of another shape (all listed), or the files hash to another than `expected_hash`, unless
+    that is empty.
     """
     config = architecture.read(path)
-    where = _locate(path)
-    files = sorted(set(where.values()))
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="hash") as pool:
-        hashing = pool.submit(weights_hash, files)
+    files = WeightFiles(path)
+    threads = torch.get_num_threads()
+    with Hashing(files.paths, threads) as hashing:
         model = _skeleton(config, dtype)
-        recipes = _recipes(path, model, where)
-        _assign(path, model, recipes, where, dtype, report)
-        total = sum(file.stat().st_size for file in files)
-        report(Progress("hashing", 0, total))
-        digest = hashing.result()
-        report(Progress("hashing", total, total))
+        recipes = _recipes(path, model, files)
+        if expected_hash:
+            _expect(path, expected_hash, _hashed(hashing, report))
+        _assign(path, model, recipes, files, dtype, threads, report)
+        digest = _hashed(hashing, report)
     return Checkpoint(model, architecture.figures(config), dtype, digest)
 
 
 def weight_files(path: Path) -> list[Path]:
     """The checkpoint's weight files, by name. Raises StartError without any."""
-    return sorted(set(_locate(path).values()))
+    return sorted(set(locate(path).values()))
 
 
 def weight_bytes(path: Path, dtype: torch.dtype) -> int:
     """Bytes that the weights take when served in `dtype`, from config.json and the files' headers; none is read.
 
-    Raises StartError when the model is not served, or tensors are missing or unexpected.
+    Raises StartError when the model is not served, or tensors are missing, unexpected or of another shape.
     """
     config = architecture.read(path)
     model = _skeleton(config, dtype)
-    where = _locate(path)
-    recipes = _recipes(path, model, where)
-    with contextlib.ExitStack() as open_files:
-        return _held_bytes(model, recipes, _Files(where, open_files, framework="np"), dtype)
+    files = WeightFiles(path)
+    return _held_bytes(model, _recipes(path, model, files), files, dtype)
 
 
-def weights_hash(files: Sequence[Path]) -> str:
-    """SHA-256, hex, over the concatenated hex SHA-256 of each file, files in order of their names."""
-    whole = hashlib.sha256()
-    for file in sorted(files, key=lambda file: file.name):
-        with file.open("rb") as opened:
-            whole.update(hashlib.file_digest(opened, "sha256").hexdigest().encode())
-    return whole.hexdigest()
+def _hashed(hashing: Hashing, report: Report) -> str:
+    """The files' hash, waited for."""
+    while True:
+        report(Progress("hashing", hashing.done_bytes, hashing.total_bytes))
+        try:
+            digest = hashing.result(_HASH_REPORT_S)
+        except TimeoutError:
+            continue
+        report(Progress("hashing", hashing.total_bytes, hashing.total_bytes))
+        return digest
 
 
-def _locate(path: Path) -> dict[str, Path]:
-    """File of each tensor: what the single file holds, else what the index says."""
-    if (path / SINGLE_FILE).is_file():
-        # As for numpy: torch maps a file so that the kernel counts it as memory, even when only its names are read.
-        with _open(path / SINGLE_FILE, framework="np") as tensors:
-            return dict.fromkeys(tensors.keys(), path / SINGLE_FILE)
-    if not (path / INDEX_FILE).is_file():
-        raise StartError(f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}; weights are read from safetensors alone")
-    try:
-        weight_map = json.loads((path / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
-        where = {str(name): path / Path(file).name for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StartError(f"{path / INDEX_FILE} holds no weight_map of tensor names to files") from error
-    if missing := sorted({file.name for file in where.values() if not file.is_file()}):
-        raise StartError(f"{path} lacks {_enumerate(missing)}, which {INDEX_FILE} names")
-    return where
-
-
-def _open(file: Path, framework: str = "pt") -> safe_open:
-    try:
-        return safe_open(file, framework=framework, device="cpu")
-    except (OSError, SafetensorError, RuntimeError) as error:  # the last is torch's, where it cannot map the file
-        raise StartError(f"cannot read {file}: {error}") from error
+def _expect(path: Path, expected: str, found: str) -> None:
+    if found != expected:
+        raise StartError(
+            f"the weights of {path} hash to {found}, the scheduler expects {expected}; give both the same checkpoint"
+        )
 
 
 def _skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -142,63 +123,60 @@ def _compute_buffers(model: PreTrainedModel, module: torch.nn.Module) -> None:
     if names:
         model._init_weights(module)
     if left := [name for name in names if module.get_buffer(name).isnan().any()]:
-        raise StartError(f"{type(module).__name__} computes buffers that are not served yet: {_enumerate(left)}")
+        raise StartError(f"{type(module).__name__} computes buffers that are not served yet: {enumerated(left)}")
 
 
-def _recipes(path: Path, model: PreTrainedModel, where: dict[str, Path]) -> dict[str, conversion.Recipe]:
-    """How each tensor of the model is made. Raises StartError listing what is missing or has no place."""
-    recipes, unexpected = conversion.plan(model, where.keys())
+def _recipes(path: Path, model: PreTrainedModel, files: WeightFiles) -> Recipes:
+    """How each tensor of the model is made. Raises StartError listing what is missing, has no place, or another shape.
+
+    Of tensors that are made of several ones the shape is known once they are made.
+    """
+    recipes, unexpected = conversion.plan(model, files.names)
+    places = model.state_dict()
     optional = {_HEAD} if model.config.tie_word_embeddings else set()
-    missing = sorted(set(model.state_dict()) - recipes.keys() - optional)
-    problems = []
-    if missing:
-        problems.append(f"missing: {_enumerate(missing)}")
-    if unexpected:
-        problems.append(f"unexpected: {_enumerate(sorted(unexpected))}")
-    if problems:
-        raise StartError(f"the weights of {path} are not those of its config.json; {'; '.join(problems)}")
+    found = {name: files.shape(one.sources[0]) for name, one in recipes.items() if one.converter is None}
+    _refuse(
+        path,
+        missing=sorted(set(places) - recipes.keys() - optional),
+        unexpected=sorted(unexpected),
+        shapes=[_other_shape(name, shape, places[name].shape) for name, shape in found.items()],
+    )
     return recipes
+
+
+def _refuse(path: Path, **problems: Sequence[str]) -> None:
+    """Raises StartError where there is any that is not empty."""
+    told = [
+        f"{kind}: {enumerated(listed)}" for kind, names in problems.items() if (listed := list(filter(None, names)))
+    ]
+    if told:
+        raise StartError(f"the weights of {path} are not those of its config.json; {'; '.join(told)}")
+
+
+def _other_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> str:
+    """Empty where they are the same."""
+    return "" if tuple(found) == tuple(expected) else f"{name} {list(found)} instead of {list(expected)}"
 
 
 def _assign(
     path: Path,
     model: PreTrainedModel,
-    recipes: dict[str, conversion.Recipe],
-    where: dict[str, Path],
+    recipes: Recipes,
+    files: WeightFiles,
     dtype: torch.dtype,
+    threads: int,
     report: Report,
 ) -> None:
-    """Replaces the meta parameters, one after another through the files' memory maps, converted to `dtype`."""
-    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    """Replaces the meta parameters by what is served of the files' tensors."""
+    total = _held_bytes(model, recipes, files, dtype)
+    if total > (available := memory.available_bytes()):
+        raise StartError(_too_large(path, total, dtype, available))
     tied = model.config.tie_word_embeddings
-    packable = packing.packable(model, dtype)
-    state: dict[str, torch.Tensor] = {}
-    packed: dict[str, Packed] = {}
-    done, wrong = 0, []
-    head: torch.Tensor | None = None
-    with contextlib.ExitStack() as open_files:
-        files = _Files(where, open_files)
-        total = _held_bytes(model, recipes, files, dtype)
-        if total > (available := memory.available_bytes()):
-            raise StartError(_too_large(path, total, dtype, available))
-        for name in sorted(recipes, key=lambda name: where[recipes[name].sources[0]]):
-            stored = recipes[name].make(model, files.fetch)
-            if stored.shape != shapes[name]:
-                wrong.append(f"{name} {list(stored.shape)} instead of {list(shapes[name])}")
-            elif tied and name == _HEAD:
-                head = stored
-            elif name in packable:
-                packed[name] = packing.pack(stored)
-                done += packed[name].panels.nbytes
-            else:
-                # A copy even without conversion: aligned, and safe when the file is replaced while it is served.
-                state[name] = stored.to(dtype, copy=True)
-                done += state[name].nbytes
-            report(Progress("weights", done, total))
-        if wrong:
-            raise StartError(f"the weights of {path} are not those of its config.json; shapes: {_enumerate(wrong)}")
-        if head is not None:
-            _check_tied(path, model, head, recipes, files.fetch)
+    if tied and _HEAD in recipes:
+        _check_tied(path, model, recipes, files)
+    state, packed = _read(model, recipes, files, dtype, threads, lambda done: report(Progress("weights", done, total)))
+    places = model.state_dict()
+    _refuse(path, shapes=[_other_shape(name, one.shape, places[name].shape) for name, one in sorted(state.items())])
     model.load_state_dict(state, strict=False, assign=True)
     if tied:
         _tie(model, packed)
@@ -209,9 +187,60 @@ def _assign(
     model.requires_grad_(False)
 
 
-def _held_bytes(
-    model: PreTrainedModel, recipes: dict[str, conversion.Recipe], files: _Files, dtype: torch.dtype
-) -> int:
+def _read(
+    model: PreTrainedModel,
+    recipes: Recipes,
+    files: WeightFiles,
+    dtype: torch.dtype,
+    threads: int,
+    on_bytes: Callable[[int], object],
+) -> tuple[dict[str, torch.Tensor], dict[str, Packed]]:
+    """All tensors but a tied head, by name: those that stay dense, and the packed ones. `on_bytes` hears the sum."""
+    tied = model.config.tie_word_embeddings
+    wanted = {name: recipe for name, recipe in recipes.items() if not (tied and name == _HEAD)}
+    state: dict[str, torch.Tensor] = {}
+    packed: dict[str, Packed] = {}
+    done = 0
+    for name, one in _made(model, wanted, files, dtype, threads):
+        if isinstance(one, Packed):
+            packed[name] = one
+            done += one.panels.nbytes
+        else:
+            state[name] = one
+            done += one.nbytes
+        on_bytes(done)
+    return state, packed
+
+
+def _made(
+    model: PreTrainedModel, recipes: Recipes, files: WeightFiles, dtype: torch.dtype, threads: int
+) -> Iterator[tuple[str, Packed | torch.Tensor]]:
+    """Each tensor of the model, packed or in `dtype`, as they become ready: read in the order of the files.
+
+    A thread holds one tensor of the files at a time.
+    """
+    packable = packing.packable(model, dtype)
+
+    def make(name: str) -> tuple[str, Packed | torch.Tensor]:
+        recipe = recipes[name]
+        stored = recipe.make(model, files.read)
+        # A copy even without conversion: aligned, and safe when the file is replaced while it is served.
+        made = packing.pack(stored) if name in packable else stored.to(dtype, copy=True)
+        files.release(recipe.sources)
+        return name, made
+
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="load")
+    try:
+        order = sorted(recipes, key=lambda name: files.place(recipes[name].sources[0]))
+        futures = {pool.submit(make, name) for name in order}
+        for future in as_completed(futures):
+            futures.discard(future)  # nothing here keeps what the caller may let go
+            yield future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _held_bytes(model: PreTrainedModel, recipes: Recipes, files: WeightFiles, dtype: torch.dtype) -> int:
     """Bytes of all tensors once loaded; tied ones count once."""
     packable = packing.packable(model, dtype)
     total = 0
@@ -229,46 +258,20 @@ def _too_large(path: Path, total: int, dtype: torch.dtype, available: int) -> st
     )
 
 
-class _Files:
-    """The checkpoint's files, open as long as `open_files`, and the tensors mapped from them."""
-
-    def __init__(self, where: dict[str, Path], open_files: contextlib.ExitStack, framework: str = "pt") -> None:
-        self._where = where
-        self._files = {file: open_files.enter_context(_open(file, framework)) for file in set(where.values())}
-        self._held = {file: set(tensors.keys()) for file, tensors in self._files.items()}
-
-    def fetch(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._file(name).get_tensor(name)
-        return tensor
-
-    def is_bfloat16(self, name: str) -> bool:
-        """By the file's header."""
-        return bool(self._file(name).get_slice(name).get_dtype() == "BF16")
-
-    def _file(self, name: str) -> Any:
-        file = self._where[name]
-        if name not in self._held[file]:
-            raise StartError(f"{file} lacks {name}, which {INDEX_FILE} places there")
-        return self._files[file]
-
-
 def _embedding_name(model: PreTrainedModel) -> str:
     embedding = model.get_input_embeddings()
     return next(f"{name}.weight" for name, module in model.named_modules() if module is embedding)
 
 
-def _check_tied(
-    path: Path,
-    model: PreTrainedModel,
-    head: torch.Tensor,
-    recipes: dict[str, conversion.Recipe],
-    fetch: conversion.Fetch,
-) -> None:
+def _check_tied(path: Path, model: PreTrainedModel, recipes: Recipes, files: WeightFiles) -> None:
     """A file that holds another output matrix than the input embedding contradicts its config."""
-    embedding = recipes[_embedding_name(model)].make(model, fetch)
+    pair = [recipes[_HEAD], recipes[_embedding_name(model)]]
+    head, embedding = (recipe.make(model, files.read) for recipe in pair)
     if head.dtype != embedding.dtype:
         head, embedding = head.float(), embedding.float()
-    if not torch.equal(head, embedding):
+    same = torch.equal(head, embedding)
+    files.release([source for recipe in pair for source in recipe.sources])
+    if not same:
         raise StartError(
             f"{path}: config.json ties the embeddings, yet lm_head.weight in the weights differs from them;"
             " set tie_word_embeddings to false or remove the tensor"
@@ -282,8 +285,3 @@ def _tie(model: PreTrainedModel, packed: dict[str, Packed]) -> None:
         packed[_HEAD] = packed[embedding]
     else:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
-
-
-def _enumerate(names: Sequence[str]) -> str:
-    rest = len(names) - _LISTED
-    return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")
