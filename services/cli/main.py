@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from services.cli.parts import config_type, missing, part
+from services.common import collector
 from services.common.config import SERVICES, resolve
 from services.common.errors import StartError
 
@@ -58,6 +59,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
 
 def _serve(name: str, arguments: Sequence[str]) -> int:
     resolve(config_type(name), arguments)  # --help and wrong flags are answered before torch is imported
+    collector.hold()
     module = part(f"services.{name}.main", extra=name, what=f"the {name}")
     try:
         result: int = module.main(arguments)

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 from triptych.executor.v1 import executor_pb2_grpc
 
-from services.common import checkpoint, config, logs
+from services.common import checkpoint, collector, config, logs
 from services.common.server import Server
+from services.common.startup import Startup
 from services.executor import architecture, memory
 from services.executor.config import ExecutorConfig
 from services.executor.executor import Executor
@@ -26,24 +27,28 @@ log = logging.getLogger(__name__)
 
 def main(argv: Sequence[str]) -> int:
     """Runs until SIGTERM; returns the exit status. Raises StartError where it cannot serve."""
+    startup = Startup()
+    startup.done("imports")
     settings = config.load(ExecutorConfig, argv)
     logs.setup("executor", settings.log_level)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    asyncio.run(_serve(settings))
+    asyncio.run(_serve(settings, startup))
     return 0
 
 
-async def _serve(settings: ExecutorConfig) -> None:
+async def _serve(settings: ExecutorConfig, startup: Startup) -> None:
     path = checkpoint.find(settings.model, revision=settings.revision, offline=settings.offline, weights=True)
     architecture.read(path)
     weight_files(path)
     executor = Executor(path, threads=settings.threads or memory.cpus(), kv_memory_bytes=settings.kv_memory_bytes)
     server = Server(settings.host, settings.port)
-    servicer = ExecutorServicer(executor, server.health)
+    servicer = ExecutorServicer(executor, server.health, startup)
     executor_pb2_grpc.add_ExecutorServiceServicer_to_server(servicer, server.grpc)
     await server.start([SERVICE_NAME])
     # Before any weight is loaded: a scheduler must reach it to have them loaded.
     await server.health.set_ready(True)
+    startup.done("configuration")
+    collector.settle(collect=False)
     log.info("serving executor on %s:%d", settings.host, server.port)
     await server.run(servicer.drain, drain_s=settings.drain_s)
     await servicer.close()
