@@ -32,6 +32,7 @@ class Fit:
     block_bytes: int
     token_bytes: int
     """KV of one token, in all layers."""
+    threads: memory.Threads
     backends: Mapping[str, Sequence[str]]
     """By name, the best first: reasons for not serving this model, none where it does."""
 
@@ -40,7 +41,8 @@ def fit(path: Path, engine: pb.EngineConfig, config: ExecutorConfig) -> Fit:
     """As an executor of `config` would decide on a Load of `engine`. Raises StartError with its reason for refusing."""
     call = _load_call(engine)
     shape = architecture.figures(architecture.read(path))
-    Executor(path, threads=config.threads or memory.cpus())
+    threads = memory.compute_threads(config.threads)
+    Executor(path, threads=threads.count)
     weight_bytes, available = loader.weight_bytes(path, call.dtype), memory.available_bytes()
     if weight_bytes > available:
         raise StartError(
@@ -56,6 +58,7 @@ def fit(path: Path, engine: pb.EngineConfig, config: ExecutorConfig) -> Fit:
         kv_bytes=memory.kv_budget_bytes(config.kv_memory_bytes, available - weight_bytes),
         block_bytes=shape.kv_block_bytes(engine.block_tokens, call.dtype.itemsize),
         token_bytes=shape.kv_block_bytes(1, call.dtype.itemsize),
+        threads=threads,
         backends=selection.survey(needs),
     )
 

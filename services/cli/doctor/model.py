@@ -118,7 +118,16 @@ def _memory(fit: Fit, model: Model) -> list[Finding]:
         f"weights {_size(fit.weight_bytes)}, computed in {fit.dtype}; KV {fit.token_bytes / 1e6:.3f} MB a token; of "
         f"{_size(fit.available_bytes)} free {_size(fit.kv_bytes)} are for KV: {_count(tokens)} tokens fit"
     )
-    return [Finding("memory", text, facts=facts), _pool(fit, model)]
+    return [Finding("memory", text, facts=facts), _pool(fit, model), _compute(fit)]
+
+
+def _compute(fit: Fit) -> Finding:
+    """How a step is computed."""
+    text = (
+        f"{fit.threads.count} threads, since {fit.threads.reason}; eager: the model's own code over our kernels, which "
+        "are compiled once for this CPU and kept in the cache; no graph is compiled, and no compiler is needed"
+    )
+    return Finding("compute", text, facts={"threads": fit.threads.count, "compiled_graphs": False})
 
 
 def _pool(fit: Fit, model: Model) -> Finding:
