@@ -90,10 +90,10 @@ async def _up(arguments: Sequence[str], start: Start) -> AsyncIterator[str]:
             told = await asyncio.wait_for(process.stdout.readline(), START_S)
         except TimeoutError:
             told = b""
-        if not told:
+        if (address := json.loads(told or "{}").get("address")) is None:  # it has ended, or its time is up
             await asyncio.wait({reader}, timeout=1)
             raise StartError("\n".join([f"no token could be made within {START_S:g} s; the last lines:", *lines]))
-        yield json.loads(told)["address"]
+        yield address
     finally:
         await _end(process)
         await reader
