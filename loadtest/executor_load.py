@@ -94,8 +94,10 @@ class Bench:
             self._run((one,), [slot], [1], np.stack([first.block_ids, blocks], axis=1))
         return [self._run((), list(range(rows)), [1] * rows) for _ in range(steps)]
 
-    def _load(self, path: Path, dtype: torch.dtype, report: loader.Report) -> loader.Checkpoint:
-        self._checkpoint = loader.load(path, dtype, report)
+    def _load(
+        self, path: Path, dtype: torch.dtype, report: loader.Report, expected_hash: str = ""
+    ) -> loader.Checkpoint:
+        self._checkpoint = loader.load(path, dtype, report, expected_hash)
         return self._checkpoint
 
     def _started(self, slot: int, tokens: int) -> Started:

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit, prange
 
-from kernels.cpu import tile
+from kernels.cpu import pages, tile
 
 _SLICE = 320
 """The most depth of a slice: a panel's, widened, is 20 KiB, and with 6 rows' inputs it stays in a 32 KiB L1."""
@@ -70,7 +70,7 @@ def pack(weight: npt.NDArray[Any]) -> Packed:
     if weight.dtype not in (np.float32, np.uint16):
         raise TypeError(f"weights are {weight.dtype}; packed are float32, and bfloat16 as uint16")
     outputs, depth = weight.shape
-    panels = np.empty((-(-outputs // tile.OUTPUTS), depth, tile.OUTPUTS), weight.dtype)
+    panels = pages.empty((-(-outputs // tile.OUTPUTS), depth, tile.OUTPUTS), weight.dtype)
     whole = outputs // tile.OUTPUTS
     panels[:whole] = weight[: whole * tile.OUTPUTS].reshape(whole, tile.OUTPUTS, depth).transpose(0, 2, 1)
     if rest := outputs - whole * tile.OUTPUTS:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
 from services.cli.parts import config_type, missing, part
+from services.common import collector
 from services.common.config import SERVICES, resolve
 from services.common.errors import StartError
 
@@ -23,6 +25,9 @@ COMMANDS = {
     "model": "fetch, list and verify models",
     "doctor": "say whether a model can be served on this machine, and why not",
 }
+
+_WITHOUT_ALGEBRA = ("frontend", "scheduler")
+"""These use numpy for columns of ids, and need no thread a CPU, which its OpenBLAS makes as it is imported."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,6 +63,9 @@ def _dispatch(arguments: Sequence[str]) -> int:
 
 def _serve(name: str, arguments: Sequence[str]) -> int:
     resolve(config_type(name), arguments)  # --help and wrong flags are answered before torch is imported
+    collector.hold()
+    if name in _WITHOUT_ALGEBRA:
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     module = part(f"services.{name}.main", extra=name, what=f"the {name}")
     try:
         result: int = module.main(arguments)

@@ -10,25 +10,33 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.health import GENERATE, LIVENESS, READINESS
+from services.common.server import channel_options
 
-POLL_S = 0.2
+POLL_S = 0.1
 REMIND_S = 5.0
 
 # What is waited for, in order: (service, health name, what happens until it serves).
 STAGES = (
-    ("executor", LIVENESS, "the executor's process starts"),
+    ("executor", READINESS, "the executor's process starts"),
     ("scheduler", LIVENESS, "the scheduler's process starts"),
     ("frontend", LIVENESS, "the frontend's process starts"),
-    ("executor", READINESS, "the executor loads the weights and warms up"),
-    ("scheduler", GENERATE, "the scheduler opens its stream of steps"),
+    ("scheduler", GENERATE, "the executor loads the weights and warms up"),
     ("frontend", GENERATE, "the frontend attaches to the scheduler"),
 )
 
 
-async def wait_ready(addresses: Mapping[str, str], say: Callable[[str], None]) -> None:
-    """Returns when the frontend's `generate` serves; `say` gets each stage, and a reminder while one lasts."""
+async def wait_ready(
+    addresses: Mapping[str, str],
+    say: Callable[[str], None],
+    over: Callable[[str], None] = lambda stage: None,
+) -> None:
+    """Returns when the frontend's `generate` serves; `say` gets each stage, and a reminder while one lasts.
+
+    `over` gets each stage when it has come to its end.
+    """
     started_s = time.monotonic()
-    channels = {name: grpc.aio.insecure_channel(address) for name, address in addresses.items()}
+    options = channel_options(max_reconnect_ms=int(POLL_S * 1000))
+    channels = {name: grpc.aio.insecure_channel(address, options=options) for name, address in addresses.items()}
     try:
         for service, name, text in STAGES:
             said_s = 0.0
@@ -38,6 +46,7 @@ async def wait_ready(addresses: Mapping[str, str], say: Callable[[str], None]) -
                     say(f"{text} ({now_s - started_s:.0f} s)")
                     said_s = now_s
                 await asyncio.sleep(POLL_S)
+            over(text)
     finally:
         for channel in channels.values():
             await channel.close()

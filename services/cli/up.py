@@ -19,6 +19,7 @@ from services.cli.readiness import wait_ready
 from services.cli.up_fit import refuse_too_large
 from services.cli.up_plan import Plan
 from services.common.errors import StartError
+from services.common.startup import Startup
 
 START_ORDER = ("executor", "scheduler", "frontend")
 STOP_ORDER = ("frontend", "scheduler", "executor")  # so that running streams drain
@@ -37,16 +38,19 @@ _COLOURS = {"frontend": 36, "scheduler": 33, "executor": 35, "triptych": 32}
 def run(argv: Sequence[str]) -> int:
     """Serves until SIGINT, SIGTERM or SIGHUP, or the end of --parent (exit code 0), or until one of the three ends by
     itself (1)."""
+    startup = Startup()
+    startup.done("imports")
     plan = up_plan.read(argv)
     if plan.prompt is not None:
         client("")  # told now, not after the weights are loaded, when the client package is missing
     paths = provide(plan.configs)
     refuse_too_large(paths["executor"])
     plan = up_plan.pinned(plan, paths)
-    return asyncio.run(_supervise(plan))
+    startup.done("the model is looked for")
+    return asyncio.run(_supervise(plan, startup))
 
 
-async def _supervise(plan: Plan) -> int:
+async def _supervise(plan: Plan, startup: Startup) -> int:
     processes = Processes(_show)
     stop = _on_signals(processes)
     watch = asyncio.create_task(_watch_parent(plan.parent_pid, processes, stop))
@@ -54,7 +58,7 @@ async def _supervise(plan: Plan) -> int:
     try:
         for name in START_ORDER:
             await processes.start(plan.commands[name])
-        died = await _serve(plan, processes, stop)
+        died = await _serve(plan, processes, stop, startup)
         if died is None:
             return 0
         at_most_s = BROKEN_STOP_S
@@ -79,11 +83,11 @@ async def _watch_parent(pid: int | None, processes: Processes, stop: asyncio.Eve
         stop.set()
 
 
-async def _serve(plan: Plan, processes: Processes, stop: asyncio.Event) -> str | None:
+async def _serve(plan: Plan, processes: Processes, stop: asyncio.Event, startup: Startup) -> str | None:
     """Returns when told to stop, or, with the reason, when one of the three has ended by itself."""
     stopped = asyncio.create_task(stop.wait())
     died = asyncio.create_task(processes.first_exit())
-    work = asyncio.create_task(_begin(plan))
+    work = asyncio.create_task(_begin(plan, startup))
     ends: set[asyncio.Task[object]] = {stopped, died}
     try:
         await asyncio.wait({*ends, work}, return_when=asyncio.FIRST_COMPLETED)
@@ -101,9 +105,10 @@ async def _serve(plan: Plan, processes: Processes, stop: asyncio.Event) -> str |
     return f"the {name} {ending(code)}"
 
 
-async def _begin(plan: Plan) -> None:
+async def _begin(plan: Plan, startup: Startup) -> None:
     """Waits for the engine, says how to call it, and answers --prompt. Raises StartError where that fails."""
-    await wait_ready(plan.addresses, _say)
+    await wait_ready(plan.addresses, _say, startup.done)
+    _say(startup.times().line())
     address = plan.addresses["frontend"]
     if plan.ready_json:
         _print_line({"address": address, "model": plan.served_name})

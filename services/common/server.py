@@ -44,8 +44,11 @@ def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str
     ]
 
 
-def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, Any]]:
-    """Options of every channel between Triptych's services. A dead peer is noticed by keepalive within 15 s."""
+def channel_options(
+    max_message_bytes: int = MAX_MESSAGE_BYTES, *, max_reconnect_ms: int = 2_000
+) -> list[tuple[str, Any]]:
+    """Options of every channel between Triptych's services. A dead peer is noticed by keepalive within 15 s, and one
+    that is not there is looked for again after `max_reconnect_ms` at the latest, where there is a call for it."""
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
@@ -55,7 +58,7 @@ def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[st
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 100),
-        ("grpc.max_reconnect_backoff_ms", 2_000),
+        ("grpc.max_reconnect_backoff_ms", max_reconnect_ms),
     ]
 
 

@@ -65,7 +65,7 @@ class Executor:
         *,
         threads: int,
         kv_memory_bytes: int | None = None,
-        load: Callable[[Path, torch.dtype, loader.Report], loader.Checkpoint] = loader.load,
+        load: Callable[[Path, torch.dtype, loader.Report, str], loader.Checkpoint] = loader.load,
         sampler: Callable[[int], Sampler] = Sampler,
         scorer: Score | None = None,
     ) -> None:
@@ -125,12 +125,7 @@ class Executor:
     ) -> Facts:
         torch.set_num_threads(self._threads)
         paged_attention.set_num_threads(self._threads)
-        checkpoint = self._load(self._path, dtype, report)
-        if weights_hash and weights_hash != checkpoint.weights_hash:
-            raise StartError(
-                f"the weights of {self._path} hash to {checkpoint.weights_hash}, the scheduler expects {weights_hash};"
-                " give both the same checkpoint"
-            )
+        checkpoint = self._load(self._path, dtype, report, weights_hash)
         shape = checkpoint.shape
         if settings.context_tokens > shape.context_tokens:
             raise StartError(

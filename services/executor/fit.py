@@ -39,6 +39,7 @@ class Fit:
     """By rank."""
     whole: Sequence[str]
     """What every rank holds whole beside the embedding, with the reason."""
+    threads: memory.Threads
     backends: Mapping[str, Sequence[str]]
     """By name, the best first: reasons for not serving this model, none where it does."""
 
@@ -47,7 +48,8 @@ def fit(path: Path, engine: pb.EngineConfig, config: ExecutorConfig) -> Fit:
     """As an executor of `config` would decide on a Load of `engine`. Raises StartError with its reason for refusing."""
     call = _load_call(engine, config.tp_size)
     shape = architecture.figures(architecture.read(path))
-    Executor(path, threads=memory.threads_a_rank(config.threads, config.tp_size))
+    threads = memory.compute_threads(config.threads, ranks=config.tp_size)
+    Executor(path, threads=threads.count)
     available, ranks = memory.available_bytes(), config.tp_size
     shards = [Shard(rank, ranks, available // ranks) for rank in range(ranks)] if ranks > 1 else [None]
     rank_weight_bytes = [loader.weight_bytes(path, call.dtype, shard) for shard in shards]
@@ -76,6 +78,7 @@ def fit(path: Path, engine: pb.EngineConfig, config: ExecutorConfig) -> Fit:
         token_bytes=block_bytes // engine.block_tokens,
         rank_weight_bytes=rank_weight_bytes,
         whole=whole,
+        threads=threads,
         backends=selection.survey(needs),
     )
 

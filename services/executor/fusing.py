@@ -2,17 +2,17 @@
 
 What a module does is not told by its name: each replacement is first compared with the original on random numbers, and
 left out where it differs. So a family whose norm, MLP, attention or layer means something else keeps transformers' own.
+Modules of one class whose sizes and settings are the same compute the same, so the first of them is compared for all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from kernels.cpu import linear, tile
+from kernels.cpu import linear, pages, tile
 from services.executor.attention.contract import Scores
 from services.executor.attention.reference import ReferenceStep
 from services.executor.fused import FusedAttention, FusedLayer, FusedMlp, FusedNorm, Heads, Norms
@@ -49,13 +49,17 @@ def install(model: torch.nn.Module) -> dict[str, int]:
 def _replace(model: torch.nn.Module, candidates: Candidates, scratch: Scratch) -> Iterator[str]:
     """Yields the class of each module that was replaced."""
     replaced: list[str] = []
+    verdicts: dict[Hashable, bool] = {}
     # By name, since a list of modules would keep every original's weights until the last is replaced.
     for name in [name for name, _ in model.named_modules()]:
         if any(name.startswith(f"{parent}.") for parent in replaced):
             continue
         module = model.get_submodule(name)
-        for candidate in candidates(module, scratch):
-            if _agree(module, candidate):
+        for place, candidate in enumerate(candidates(module, scratch)):
+            kind = (place, _kind(module))
+            if kind not in verdicts:
+                verdicts[kind] = _agree(module, candidate)
+            if verdicts[kind]:
                 model.set_submodule(name, candidate)
                 replaced.append(name)
                 yield type(module).__name__
@@ -128,8 +132,23 @@ def _joined(layers: Sequence[torch.nn.Module]) -> PackedLinear | None:
     ):
         return None
     bias = torch.nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
-    panels = np.concatenate([one.panels for one in weights])
+    panels = pages.concatenate([one.panels for one in weights])
     return PackedLinear(linear.Packed(panels, sum(one.outputs for one in weights)), bias)
+
+
+def _kind(module: torch.nn.Module) -> Hashable:
+    """Class, plain settings and shapes of a module and of those in it."""
+    return tuple(
+        (
+            name,
+            type(part),
+            tuple(
+                sorted((key, value) for key, value in vars(part).items() if isinstance(value, bool | int | float | str))
+            ),
+            tuple((key, tensor.shape, tensor.dtype) for key, tensor in part.state_dict(keep_vars=True).items()),
+        )
+        for name, part in module.named_modules()
+    )
 
 
 @torch.inference_mode()

@@ -1,18 +1,17 @@
-"""Weights out of safetensors files into a model built without any. Never pickle, never remote code."""
+"""Weights out of safetensors files into a model built without any. Never pickle, never remote code.
+
+Tensors go one by one, several at once in threads, from the mapped files to what is served of them, and what was read is
+given back: at no time is a checkpoint in memory twice. Whatever can be refused by headers and hash is refused before.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from kernels.cpu.linear import Packed
@@ -21,13 +20,13 @@ from services.executor import architecture, conversion, fusing, memory, packing
 from services.executor.attention.selection import IMPLEMENTATION
 from services.executor.ranks import division, layers
 from services.executor.ranks.division import Division, Part, Shard
+from services.executor.weight_files import Hashing, WeightFiles, enumerated, locate
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 _HEAD = "lm_head.weight"
 """The output matrix, in every family served; with tied embeddings a file may lack it."""
-_LISTED = 8
-"""Names an error lists before it counts the rest."""
+_HASH_REPORT_S = 0.5
+
+Recipes = dict[str, conversion.Recipe]
 
 
 @dataclass(frozen=True)
@@ -54,26 +53,27 @@ class Checkpoint:
     """What of the model this is; None: all of it."""
 
 
-def load(path: Path, dtype: torch.dtype, report: Report, shard: Shard | None = None) -> Checkpoint:
-    """Builds the model on the CPU in `dtype`; `report` is called from this thread.
+def load(
+    path: Path, dtype: torch.dtype, report: Report, expected_hash: str = "", shard: Shard | None = None
+) -> Checkpoint:
+    """Builds the model on the CPU in `dtype`, by torch's number of threads; `report` is called from this thread.
 
     Of `shard`, a rank, only the part of each tensor is read that the rank holds, its layers are not connected yet with
-    the other ranks', and rank 0 alone hashes the files. Raises StartError when the model is not served, a file cannot
-    be read, the weights do not fit into memory, or tensors are missing, unexpected or of another shape (all listed).
+    the other ranks', and rank 0 alone hashes the files. Raises StartError when the model is not served, it cannot be
+    divided, a file cannot be read, the weights do not fit into memory, tensors are missing, unexpected or of another
+    shape (all listed), or the files hash to another than `expected_hash`, unless that is empty.
     """
     config = architecture.read(path)
-    where = _locate(path)
-    files = sorted(set(where.values())) if shard is None or shard.rank == 0 else []
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="hash") as pool:
-        hashing = pool.submit(weights_hash, files)
+    files = WeightFiles(path)
+    threads = torch.get_num_threads()
+    with Hashing(files.paths if shard is None or shard.rank == 0 else (), threads) as hashing:
         model = _skeleton(config, dtype)
-        recipes = _recipes(path, model, where)
+        recipes = _recipes(path, model, files)
+        if expected_hash:
+            _expect(path, expected_hash, _hashed(hashing, report))
         held = _divide(model, config, dtype, recipes, shard)
-        _assign(path, model, recipes, where, dtype, report, held)
-        total = sum(file.stat().st_size for file in files)
-        report(Progress("hashing", 0, total))
-        digest = hashing.result()
-        report(Progress("hashing", total, total))
+        _assign(path, model, recipes, files, dtype, threads, report, held)
+        digest = _hashed(hashing, report)
     shape = architecture.figures(config)
     if held is None:
         return Checkpoint(model, shape, dtype, digest)
@@ -82,22 +82,21 @@ def load(path: Path, dtype: torch.dtype, report: Report, shard: Shard | None = N
 
 def weight_files(path: Path) -> list[Path]:
     """The checkpoint's weight files, by name. Raises StartError without any."""
-    return sorted(set(_locate(path).values()))
+    return sorted(set(locate(path).values()))
 
 
 def weight_bytes(path: Path, dtype: torch.dtype, shard: Shard | None = None) -> int:
     """Bytes that the weights take when served in `dtype`, from config.json and the files' headers; none is read.
 
     Of `shard`, those of its rank. Raises StartError when the model is not served, or cannot be divided, or tensors are
-    missing or unexpected.
+    missing, unexpected or of another shape.
     """
     config = architecture.read(path)
     model = _skeleton(config, dtype)
-    where = _locate(path)
-    recipes = _recipes(path, model, where)
+    files = WeightFiles(path)
+    recipes = _recipes(path, model, files)
     _divide(model, config, dtype, recipes, shard)
-    with contextlib.ExitStack() as open_files:
-        return _held_bytes(model, recipes, _Files(where, open_files, framework="np"), dtype)
+    return _held_bytes(model, recipes, files, dtype)
 
 
 def divided(path: Path, dtype: torch.dtype, shard: Shard) -> Division:
@@ -106,38 +105,23 @@ def divided(path: Path, dtype: torch.dtype, shard: Shard) -> Division:
     return _divided(_skeleton(config, dtype), config, dtype, shard)
 
 
-def weights_hash(files: Sequence[Path]) -> str:
-    """SHA-256, hex, over the concatenated hex SHA-256 of each file, files in order of their names."""
-    whole = hashlib.sha256()
-    for file in sorted(files, key=lambda file: file.name):
-        with file.open("rb") as opened:
-            whole.update(hashlib.file_digest(opened, "sha256").hexdigest().encode())
-    return whole.hexdigest()
+def _hashed(hashing: Hashing, report: Report) -> str:
+    """The files' hash, waited for."""
+    while True:
+        report(Progress("hashing", hashing.done_bytes, hashing.total_bytes))
+        try:
+            digest = hashing.result(_HASH_REPORT_S)
+        except TimeoutError:
+            continue
+        report(Progress("hashing", hashing.total_bytes, hashing.total_bytes))
+        return digest
 
 
-def _locate(path: Path) -> dict[str, Path]:
-    """File of each tensor: what the single file holds, else what the index says."""
-    if (path / SINGLE_FILE).is_file():
-        # As for numpy: torch maps a file so that the kernel counts it as memory, even when only its names are read.
-        with _open(path / SINGLE_FILE, framework="np") as tensors:
-            return dict.fromkeys(tensors.keys(), path / SINGLE_FILE)
-    if not (path / INDEX_FILE).is_file():
-        raise StartError(f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}; weights are read from safetensors alone")
-    try:
-        weight_map = json.loads((path / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
-        where = {str(name): path / Path(file).name for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StartError(f"{path / INDEX_FILE} holds no weight_map of tensor names to files") from error
-    if missing := sorted({file.name for file in where.values() if not file.is_file()}):
-        raise StartError(f"{path} lacks {_enumerate(missing)}, which {INDEX_FILE} names")
-    return where
-
-
-def _open(file: Path, framework: str = "pt") -> safe_open:
-    try:
-        return safe_open(file, framework=framework, device="cpu")
-    except (OSError, SafetensorError, RuntimeError) as error:  # the last is torch's, where it cannot map the file
-        raise StartError(f"cannot read {file}: {error}") from error
+def _expect(path: Path, expected: str, found: str) -> None:
+    if found != expected:
+        raise StartError(
+            f"the weights of {path} hash to {found}, the scheduler expects {expected}; give both the same checkpoint"
+        )
 
 
 def _skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -159,30 +143,43 @@ def _compute_buffers(model: PreTrainedModel, module: torch.nn.Module) -> None:
     if names:
         model._init_weights(module)
     if left := [name for name in names if module.get_buffer(name).isnan().any()]:
-        raise StartError(f"{type(module).__name__} computes buffers that are not served yet: {_enumerate(left)}")
+        raise StartError(f"{type(module).__name__} computes buffers that are not served yet: {enumerated(left)}")
 
 
-def _recipes(path: Path, model: PreTrainedModel, where: dict[str, Path]) -> dict[str, conversion.Recipe]:
-    """How each tensor of the model is made. Raises StartError listing what is missing or has no place."""
-    recipes, unexpected = conversion.plan(model, where.keys())
+def _recipes(path: Path, model: PreTrainedModel, files: WeightFiles) -> Recipes:
+    """How each tensor of the model is made. Raises StartError listing what is missing, has no place, or another shape.
+
+    Of tensors that are made of several ones the shape is known once they are made.
+    """
+    recipes, unexpected = conversion.plan(model, files.names)
+    places = model.state_dict()
     optional = {_HEAD} if model.config.tie_word_embeddings else set()
-    missing = sorted(set(model.state_dict()) - recipes.keys() - optional)
-    problems = []
-    if missing:
-        problems.append(f"missing: {_enumerate(missing)}")
-    if unexpected:
-        problems.append(f"unexpected: {_enumerate(sorted(unexpected))}")
-    if problems:
-        raise StartError(f"the weights of {path} are not those of its config.json; {'; '.join(problems)}")
+    found = {name: files.shape(one.sources[0]) for name, one in recipes.items() if one.converter is None}
+    _refuse(
+        path,
+        missing=sorted(set(places) - recipes.keys() - optional),
+        unexpected=sorted(unexpected),
+        shapes=[_other_shape(name, shape, places[name].shape) for name, shape in found.items()],
+    )
     return recipes
 
 
+def _refuse(path: Path, **problems: Sequence[str]) -> None:
+    """Raises StartError where there is any that is not empty."""
+    told = [
+        f"{kind}: {enumerated(listed)}" for kind, names in problems.items() if (listed := list(filter(None, names)))
+    ]
+    if told:
+        raise StartError(f"the weights of {path} are not those of its config.json; {'; '.join(told)}")
+
+
+def _other_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> str:
+    """Empty where they are the same."""
+    return "" if tuple(found) == tuple(expected) else f"{name} {list(found)} instead of {list(expected)}"
+
+
 def _divide(
-    model: PreTrainedModel,
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    recipes: dict[str, conversion.Recipe],
-    shard: Shard | None,
+    model: PreTrainedModel, config: PreTrainedConfig, dtype: torch.dtype, recipes: Recipes, shard: Shard | None
 ) -> Division | None:
     """Leaves in `model` and `recipes` what the rank holds. Raises StartError where it cannot be divided."""
     if shard is None:
@@ -203,45 +200,27 @@ def _divided(model: PreTrainedModel, config: PreTrainedConfig, dtype: torch.dtyp
 def _assign(
     path: Path,
     model: PreTrainedModel,
-    recipes: dict[str, conversion.Recipe],
-    where: dict[str, Path],
+    recipes: Recipes,
+    files: WeightFiles,
     dtype: torch.dtype,
+    threads: int,
     report: Report,
     held: Division | None,
 ) -> None:
-    """Replaces the meta parameters, one after another through the files' memory maps, converted to `dtype`."""
+    """Replaces the meta parameters by what is served of the files' tensors."""
+    total = _held_bytes(model, recipes, files, dtype)
     parts = {} if held is None else held.parts
-    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    available = memory.available_bytes() if held is None else held.shard.available_bytes
+    if total > available:
+        raise StartError(_too_large(path, total, dtype, available))
     tied = model.config.tie_word_embeddings
-    packable = packing.packable(model, dtype)
-    state: dict[str, torch.Tensor] = {}
-    packed: dict[str, Packed] = {}
-    done, wrong = 0, []
-    head: torch.Tensor | None = None
-    with contextlib.ExitStack() as open_files:
-        files = _Files(where, open_files)
-        total = _held_bytes(model, recipes, files, dtype)
-        available = memory.available_bytes() if held is None else held.shard.available_bytes
-        if total > available:
-            raise StartError(_too_large(path, total, dtype, available))
-        for name in sorted(recipes, key=lambda name: where[recipes[name].sources[0]]):
-            stored = _made(model, recipes[name], files, parts.get(name))
-            if stored.shape != shapes[name]:
-                wrong.append(f"{name} {list(stored.shape)} instead of {list(shapes[name])}")
-            elif tied and name == _HEAD:
-                head = stored
-            elif name in packable:
-                packed[name] = packing.pack(stored)
-                done += packed[name].panels.nbytes
-            else:
-                # A copy even without conversion: aligned, and safe when the file is replaced while it is served.
-                state[name] = stored.to(dtype, copy=True)
-                done += state[name].nbytes
-            report(Progress("weights", done, total))
-        if wrong:
-            raise StartError(f"the weights of {path} are not those of its config.json; shapes: {_enumerate(wrong)}")
-        if head is not None:
-            _check_tied(path, model, head, recipes, files, parts.get(_HEAD))
+    if tied and _HEAD in recipes:
+        _check_tied(path, model, recipes, files, parts.get(_HEAD))
+    state, packed = _read(
+        model, recipes, files, dtype, threads, parts, lambda done: report(Progress("weights", done, total))
+    )
+    places = model.state_dict()
+    _refuse(path, shapes=[_other_shape(name, one.shape, places[name].shape) for name, one in sorted(state.items())])
     model.load_state_dict(state, strict=False, assign=True)
     if tied:
         _tie(model, packed, parts.get(_HEAD))
@@ -254,18 +233,71 @@ def _assign(
     model.requires_grad_(False)
 
 
-def _made(model: PreTrainedModel, recipe: conversion.Recipe, files: _Files, part: Part | None) -> torch.Tensor:
-    """A tensor of the model, or a part of it; of the files no more is read than that where it stands there as it is."""
-    if part is None:
-        return recipe.make(model, files.fetch)
-    if recipe.converter is None:
-        return files.fetch_part(recipe.sources[0], part)
-    return recipe.make(model, files.fetch).narrow(part.dim, part.begin, part.end - part.begin)
+def _read(
+    model: PreTrainedModel,
+    recipes: Recipes,
+    files: WeightFiles,
+    dtype: torch.dtype,
+    threads: int,
+    parts: Mapping[str, Part],
+    on_bytes: Callable[[int], object],
+) -> tuple[dict[str, torch.Tensor], dict[str, Packed]]:
+    """All tensors but a tied head, by name: those that stay dense, and the packed ones. `on_bytes` hears the sum."""
+    tied = model.config.tie_word_embeddings
+    wanted = {name: recipe for name, recipe in recipes.items() if not (tied and name == _HEAD)}
+    state: dict[str, torch.Tensor] = {}
+    packed: dict[str, Packed] = {}
+    done = 0
+    for name, one in _made(model, wanted, files, dtype, threads, parts):
+        if isinstance(one, Packed):
+            packed[name] = one
+            done += one.panels.nbytes
+        else:
+            state[name] = one
+            done += one.nbytes
+        on_bytes(done)
+    return state, packed
 
 
-def _held_bytes(
-    model: PreTrainedModel, recipes: dict[str, conversion.Recipe], files: _Files, dtype: torch.dtype
-) -> int:
+def _made(
+    model: PreTrainedModel,
+    recipes: Recipes,
+    files: WeightFiles,
+    dtype: torch.dtype,
+    threads: int,
+    parts: Mapping[str, Part],
+) -> Iterator[tuple[str, Packed | torch.Tensor]]:
+    """Each tensor of the model, packed or in `dtype`, as they become ready: read in the order of the files.
+
+    A thread holds one tensor of the files at a time.
+    """
+    packable = packing.packable(model, dtype)
+
+    def make(name: str) -> tuple[str, Packed | torch.Tensor]:
+        recipe = recipes[name]
+        stored = _part(recipe.make(model, files.read), parts.get(name))
+        # A copy even without conversion: aligned, and safe when the file is replaced while it is served.
+        made = packing.pack(stored) if name in packable else stored.to(dtype, copy=True)
+        files.release(recipe.sources)
+        return name, made
+
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="load")
+    try:
+        order = sorted(recipes, key=lambda name: files.place(recipes[name].sources[0]))
+        futures = {pool.submit(make, name) for name in order}
+        for future in as_completed(futures):
+            futures.discard(future)  # nothing here keeps what the caller may let go
+            yield future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _part(tensor: torch.Tensor, part: Part | None) -> torch.Tensor:
+    """A view: of a mapped file no more is read than what is used of it, to the page."""
+    return tensor if part is None else tensor.narrow(part.dim, part.begin, part.end - part.begin)
+
+
+def _held_bytes(model: PreTrainedModel, recipes: Recipes, files: WeightFiles, dtype: torch.dtype) -> int:
     """Bytes of all tensors once loaded; tied ones count once."""
     packable = packing.packable(model, dtype)
     total = 0
@@ -283,57 +315,20 @@ def _too_large(path: Path, total: int, dtype: torch.dtype, available: int) -> st
     )
 
 
-class _Files:
-    """The checkpoint's files, open as long as `open_files`, and the tensors mapped from them."""
-
-    def __init__(self, where: dict[str, Path], open_files: contextlib.ExitStack, framework: str = "pt") -> None:
-        self._where = where
-        self._files = {file: open_files.enter_context(_open(file, framework)) for file in set(where.values())}
-        self._held = {file: set(tensors.keys()) for file, tensors in self._files.items()}
-
-    def fetch(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._file(name).get_tensor(name)
-        return tensor
-
-    def fetch_part(self, name: str, part: Part) -> torch.Tensor:
-        """Reads no other part. One of another size than the model's is returned whole, for the caller to refuse."""
-        stored = self._file(name).get_slice(name)
-        shape = stored.get_shape()
-        if len(shape) <= part.dim or shape[part.dim] != part.whole:
-            return self.fetch(name)
-        wanted = (*[slice(None)] * part.dim, slice(part.begin, part.end))
-        tensor: torch.Tensor = stored[wanted]
-        return tensor
-
-    def is_bfloat16(self, name: str) -> bool:
-        """By the file's header."""
-        return bool(self._file(name).get_slice(name).get_dtype() == "BF16")
-
-    def _file(self, name: str) -> Any:
-        file = self._where[name]
-        if name not in self._held[file]:
-            raise StartError(f"{file} lacks {name}, which {INDEX_FILE} places there")
-        return self._files[file]
-
-
 def _embedding_name(model: PreTrainedModel) -> str:
     embedding = model.get_input_embeddings()
     return next(f"{name}.weight" for name, module in model.named_modules() if module is embedding)
 
 
-def _check_tied(
-    path: Path,
-    model: PreTrainedModel,
-    head: torch.Tensor,
-    recipes: dict[str, conversion.Recipe],
-    files: _Files,
-    part: Part | None,
-) -> None:
+def _check_tied(path: Path, model: PreTrainedModel, recipes: Recipes, files: WeightFiles, part: Part | None) -> None:
     """A file that holds another output matrix than the input embedding contradicts its config."""
-    embedding = _made(model, recipes[_embedding_name(model)], files, part)
+    pair = [recipes[_HEAD], recipes[_embedding_name(model)]]
+    head, embedding = (_part(recipe.make(model, files.read), part) for recipe in pair)
     if head.dtype != embedding.dtype:
         head, embedding = head.float(), embedding.float()
-    if not torch.equal(head, embedding):
+    same = torch.equal(head, embedding)
+    files.release([source for recipe in pair for source in recipe.sources])
+    if not same:
         raise StartError(
             f"{path}: config.json ties the embeddings, yet lm_head.weight in the weights differs from them;"
             " set tie_word_embeddings to false or remove the tensor"
@@ -347,8 +342,3 @@ def _tie(model: PreTrainedModel, packed: dict[str, Packed], part: Part | None) -
         packed[_HEAD] = packed[embedding] if part is None else layers.rows(packed[embedding], part)
     else:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
-
-
-def _enumerate(names: Sequence[str]) -> str:
-    rest = len(names) - _LISTED
-    return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")

@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 from triptych.executor.v1 import executor_pb2_grpc
 
-from services.common import checkpoint, config, logs
+from services.common import checkpoint, collector, config, logs
 from services.common.errors import StartError
 from services.common.server import Server
+from services.common.startup import Startup
 from services.executor import architecture, loader, memory
 from services.executor.config import ExecutorConfig
 from services.executor.executor import Executor
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 
 def main(argv: Sequence[str]) -> int:
     """Runs until SIGTERM; returns the exit status. Raises StartError where it cannot serve."""
+    startup = Startup()
+    startup.done("imports")
     settings = config.load(ExecutorConfig, argv)
     logs.setup("executor", settings.log_level)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -40,38 +43,42 @@ def main(argv: Sequence[str]) -> int:
     weight_files(path)
     executor = _executor(path, settings)
     try:
-        asyncio.run(_serve(executor, settings))
+        asyncio.run(_serve(executor, settings, startup))
     finally:
         executor.close()
     return 0
 
 
 def _executor(path: Path, settings: ExecutorConfig) -> Executor:
-    threads = memory.threads_a_rank(settings.threads, settings.tp_size)
-    if settings.tp_size == 1:
-        return Executor(path, threads=threads, kv_memory_bytes=settings.kv_memory_bytes)
-    loader.divided(path, torch.float32, Shard(0, settings.tp_size, 0))  # refuses what cannot be
+    ranks = settings.tp_size
+    threads = memory.compute_threads(settings.threads, ranks=ranks)
+    log.info("compute threads: %d, since %s", threads.count, threads.reason)
+    if ranks == 1:
+        return Executor(path, threads=threads.count, kv_memory_bytes=settings.kv_memory_bytes)
+    loader.divided(path, torch.float32, Shard(0, ranks, 0))  # refuses what cannot be
     peers = Peers(
         path,
-        size=settings.tp_size,
-        threads=threads,
+        size=ranks,
+        threads=threads.count,
         timeout_s=settings.rank_timeout_s,
         log_level=settings.log_level,
     )
     try:
-        return LeadingExecutor(path, peers=peers, threads=threads, kv_memory_bytes=settings.kv_memory_bytes)
+        return LeadingExecutor(path, peers=peers, threads=threads.count, kv_memory_bytes=settings.kv_memory_bytes)
     except StartError:
         peers.close()
         raise
 
 
-async def _serve(executor: Executor, settings: ExecutorConfig) -> None:
+async def _serve(executor: Executor, settings: ExecutorConfig, startup: Startup) -> None:
     server = Server(settings.host, settings.port)
-    servicer = ExecutorServicer(executor, server.health)
+    servicer = ExecutorServicer(executor, server.health, startup)
     executor_pb2_grpc.add_ExecutorServiceServicer_to_server(servicer, server.grpc)
     await server.start([SERVICE_NAME])
     # Before any weight is loaded: a scheduler must reach it to have them loaded.
     await server.health.set_ready(True)
+    startup.done("configuration")
+    collector.settle(collect=False)
     log.info("serving executor on %s:%d", settings.host, server.port)
     serving = asyncio.create_task(server.run(servicer.drain, drain_s=settings.drain_s))
     lost = asyncio.create_task(_lost(executor))

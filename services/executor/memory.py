@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,9 +48,45 @@ def cpus(at: Hierarchy = HOST) -> int:
     return max(1, math.floor(granted))
 
 
-def threads_a_rank(asked: int | None, ranks: int, at: Hierarchy = HOST) -> int:
-    """Compute threads of each of `ranks` processes: `asked`, else its part of the CPUs."""
-    return asked or max(1, cpus(at) // ranks)
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")
+"""What users bound the threads of torch and of numba with, everywhere on a machine; the lower one holds for both."""
+
+
+@dataclass(frozen=True)
+class Threads:
+    """Compute threads, and why so many."""
+
+    count: int
+    reason: str
+
+
+def compute_threads(
+    asked: int | None, environ: Mapping[str, str] = os.environ, at: Hierarchy = HOST, ranks: int = 1
+) -> Threads:
+    """Of each of `ranks` processes: `asked`, else its part of the CPUs that the cgroup grants, or fewer where the
+    environment says so.
+
+    Raises StartError for more than CPUs that this process may run on, or more than numba was told to make.
+    """
+    bounds = {name: count for name in THREAD_VARIABLES if (count := _leading_integer(environ.get(name, "")))}
+    if asked is None:
+        shared = f", divided by {ranks} ranks" if ranks > 1 else ""
+        threads = Threads(max(1, cpus(at) // ranks), f"the CPUs that the cgroup grants{shared}")
+        for name, count in bounds.items():
+            if count < threads.count:
+                threads = Threads(count, f"{name} is {count}")
+        return threads
+    if asked > (allowed := len(os.sched_getaffinity(0))):
+        raise StartError(f"--threads is {asked}, this process may run on {allowed} CPUs; ask for {allowed} or fewer")
+    if asked > (most := bounds.get("NUMBA_NUM_THREADS", asked)):
+        raise StartError(f"--threads is {asked}, but NUMBA_NUM_THREADS is {most}; raise that, or unset it")
+    return Threads(asked, f"--threads is {asked}")
+
+
+def _leading_integer(text: str) -> int:
+    """Of "4" or "4,2", OpenMP's list with a number a level; 0 where there is none."""
+    first = text.partition(",")[0].strip()
+    return int(first) if first.isdecimal() else 0
 
 
 def threads_left(at: Hierarchy = HOST) -> int | None:

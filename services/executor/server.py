@@ -15,6 +15,7 @@ from triptych.executor.v1 import executor_pb2_grpc
 from services.common.contract import PROTOCOL_VERSION
 from services.common.errors import RequestError, StartError, invalid, unavailable
 from services.common.health import Health
+from services.common.startup import Startup
 from services.executor import wire
 from services.executor.epoch import Epoch
 from services.executor.executor import Executor, Facts
@@ -67,9 +68,10 @@ class _Loading:
 class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     """Serves Load, Allocate and Run, and keeps the health names true."""
 
-    def __init__(self, executor: Executor, health: Health) -> None:
+    def __init__(self, executor: Executor, health: Health, startup: Startup | None = None) -> None:
         self._executor = executor
         self._health = health
+        self._startup = startup or Startup()
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         self._steps = StepThread(on_end=lambda: loop.call_soon_threadsafe(ended.set))
         self._loading: _Loading | None = None
@@ -95,7 +97,9 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             )
         weights_hash = request.config.weights_hash
         if self._loading is None or self._loading.failed():
+            self._startup.done("waiting for a scheduler")
             self._loading = _Loading(call, weights_hash, self._executor, self._steps)
+            self._loading.done.add_done_callback(lambda _: self._startup.done("weights"))
         loading = self._loading
         if loading.call != call:
             raise _precondition(
@@ -132,6 +136,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         except RanksLostError as error:
             raise _ranks_lost(error) from error
         self._allocated = True
+        self._startup.ready("KV pool and warm-up", log)
         return pb.AllocateResponse(warmup_ms=int((time.monotonic() - begun) * 1000))
 
     async def Run(  # noqa: N802 - gRPC's name

@@ -10,6 +10,7 @@ from triptych.inference.v1 import inference_pb2_grpc
 
 from services.common.errors import unavailable
 from services.common.server import Server
+from services.common.startup import Startup
 from services.frontend import served_model, service
 from services.frontend.calls import Calls
 from services.frontend.config import FrontendConfig
@@ -22,8 +23,9 @@ log = logging.getLogger(__name__)
 class Frontend:
     """One frontend process's worth of state. Raises StartError where it cannot be."""
 
-    def __init__(self, config: FrontendConfig) -> None:
+    def __init__(self, config: FrontendConfig, startup: Startup | None = None) -> None:
         self._config = config
+        self._startup = startup or Startup()
         self.model = served_model.load(
             config.model,
             config.served_model_name,
@@ -88,6 +90,8 @@ class Frontend:
         while True:
             self.engine.changed.clear()
             can = self.engine.can_generate()
+            if can:
+                self._startup.ready("waiting for the engine", log)
             await self.server.health.set_generate(can)
             left_s = max(HEARTBEAT_LIMIT_S - self.engine.silent_s(), 0.01) if can else None
             with contextlib.suppress(TimeoutError):

@@ -40,6 +40,9 @@ from services.scheduler.throughput import DrainRate, Throughput
 log = logging.getLogger(__name__)
 
 FIRST_RETRY_S = 0.1
+START_RETRY_S = 0.25
+"""While an executor may be starting: its first step should not wait for the next try."""
+
 LAST_RETRY_S = 2.0
 SILENCE_S = 3.0
 """An executor not heard of for so long makes no tokens now."""
@@ -261,7 +264,7 @@ class Engine:
                     log.log(level, "waiting for the executor at %s: %s", self._link.address, error)
                     told_s = now_s
                 await asyncio.sleep(retry_s)
-                retry_s = min(2 * retry_s, LAST_RETRY_S)
+                retry_s = min(2 * retry_s, START_RETRY_S if now_s - since_s < _NORMAL_WAIT_S else LAST_RETRY_S)
                 continue
             try:
                 await self._serve(run, self.core)

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S = 5.0
 HEALTH_TIMEOUT_S = 5.0
+RECONNECT_MS = 250
+"""Calls are tried again by the engine's own clock; the channel must not make them wait longer."""
 
 _PASSING = frozenset(
     {
@@ -57,7 +59,7 @@ class ExecutorLink:
     def __init__(self, address: str, config: executor_pb2.EngineConfig) -> None:
         self.address = address
         self._config = config
-        self._channel = grpc.aio.insecure_channel(address, options=channel_options())
+        self._channel = grpc.aio.insecure_channel(address, options=channel_options(max_reconnect_ms=RECONNECT_MS))
         self._stub = executor_pb2_grpc.ExecutorServiceStub(self._channel)
         self._epoch = 0
 

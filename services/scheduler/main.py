@@ -7,20 +7,24 @@ from collections.abc import Sequence
 
 from services.common import collector, logs
 from services.common.config import load
+from services.common.startup import Startup
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.server import SchedulerServer
 
 
 def main(argv: Sequence[str]) -> int:
     """Serves until SIGTERM. Raises StartError when it cannot."""
+    startup = Startup()
+    startup.done("imports")
     config = load(SchedulerConfig, argv)
     logs.setup("scheduler", config.log_level)
-    asyncio.run(_serve(config))
+    asyncio.run(_serve(config, startup))
     return 0
 
 
-async def _serve(config: SchedulerConfig) -> None:
-    server = SchedulerServer(config)
+async def _serve(config: SchedulerConfig, startup: Startup) -> None:
+    server = SchedulerServer(config, startup=startup)
     await server.start()
+    startup.done("configuration")
     collector.settle()
     await server.run()

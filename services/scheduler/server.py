@@ -10,6 +10,7 @@ from typing import Any
 from triptych.engine.v1 import admin_pb2_grpc, engine_pb2, engine_pb2_grpc
 
 from services.common.server import Server
+from services.common.startup import Startup
 from services.scheduler.admin import ADMIN_SERVICE, AdminServicer
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.engine import Engine
@@ -46,8 +47,15 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 class SchedulerServer:
     """Everything of one scheduler, started and stopped together."""
 
-    def __init__(self, config: SchedulerConfig, *, max_pending_bytes: int = MAX_PENDING_BYTES) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        max_pending_bytes: int = MAX_PENDING_BYTES,
+        startup: Startup | None = None,
+    ) -> None:
         self._config = config
+        self._startup = startup or Startup()
         model = Model.read(config)
         self._link = ExecutorLink(config.executor, model.engine_config())
         self._journal = Journal(config.record) if config.record is not None else None
@@ -102,7 +110,9 @@ class SchedulerServer:
         health = self.server.health
         while True:
             self.engine.beat()
-            await health.set_generate(self.engine.can_generate)
+            if can_generate := self.engine.can_generate:
+                self._startup.ready("waiting for the executor", log)
+            await health.set_generate(can_generate)
             try:
                 async with asyncio.timeout(BEAT_INTERVAL_S):
                     await self.engine.changed.wait()

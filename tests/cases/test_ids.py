@@ -171,8 +171,10 @@ class Watched:
         self.executor.allocate(9)
         self.logits.clear()  # the warm-up's
 
-    def _load(self, path: Path, dtype: torch.dtype, report: loader.Report) -> loader.Checkpoint:
-        found = loader.load(path, dtype, report)
+    def _load(
+        self, path: Path, dtype: torch.dtype, report: loader.Report, expected_hash: str = ""
+    ) -> loader.Checkpoint:
+        found = loader.load(path, dtype, report, expected_hash)
         found.model.register_forward_hook(lambda _module, _args, output: self._keep(output.logits))
         return found
 

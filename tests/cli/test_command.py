@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -136,3 +138,24 @@ def test_the_configuration_page_is_current() -> None:
 
 def _python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", f"import sys; {code}"], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(("service", "threads"), [("frontend", "1"), ("scheduler", "1"), ("executor", None)])
+def test_services_without_algebra_keep_no_threads_for_it_unless_the_user_says_so(
+    service: str, threads: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str | None] = []
+
+    class Service:
+        @staticmethod
+        def main(arguments: object) -> int:
+            found.append(os.environ.get("OPENBLAS_NUM_THREADS"))
+            gc.enable()
+            return 0
+
+    monkeypatch.setattr("services.cli.main.part", lambda *_, **__: Service)
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "7")
+    assert main([service]) == 0
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS")
+    assert main([service]) == 0
+    assert found == ["7", threads]

@@ -24,7 +24,7 @@ from services.cli.doctor import cuda, machine
 from services.cli.doctor.findings import Finding, Report, Section
 from services.cli.main import main
 from services.common.checkpoint import find
-from services.executor import loader
+from services.executor import loader, memory
 from services.executor.attention import selection
 from services.executor.config import ExecutorConfig
 from tests.support.checkpoints import tiny_llama
@@ -72,6 +72,7 @@ def test_a_model_that_can_be_served_is_told_in_80_columns(tiny: Path, capsys: py
     text = " ".join(told.out.split())
     assert "KV 0.001 MB a token" in text
     assert "cpu-numba is used" in text
+    assert f"{memory.compute_threads(None).count} threads, since " in text and "eager: the model's own code" in text
 
 
 def _elements(file: Path) -> int:

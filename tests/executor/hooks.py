@@ -21,8 +21,10 @@ class Hooked:
     def __call__(self, path: Path, **options: Any) -> Executor:
         return Executor(path, load=self._load, **options)
 
-    def _load(self, path: Path, dtype: torch.dtype, report: loader.Report) -> loader.Checkpoint:
-        checkpoint = loader.load(path, dtype, report)
+    def _load(
+        self, path: Path, dtype: torch.dtype, report: loader.Report, expected_hash: str = ""
+    ) -> loader.Checkpoint:
+        checkpoint = loader.load(path, dtype, report, expected_hash)
         checkpoint.model.register_forward_pre_hook(self._call)
         return checkpoint
 

@@ -154,3 +154,23 @@ def test_buffers_are_made_once_for_the_most_rows_and_seen_by_all_who_ask() -> No
     few.tensor[:] = 7.0
     assert (wide.array[:2] == 7.0).all() and scratch.take("a", 8, 4).array.ctypes.data == wide.array.ctypes.data
     assert scratch.take("b", 2, 4).array.ctypes.data != few.array.ctypes.data
+
+
+class ScaledRMSNorm(torch.nn.Module):
+    """An RMSNorm but for a factor that each has of its own."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(32), requires_grad=False)
+        self.eps = 1e-5
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.factor * torch.nn.functional.rms_norm(x, (32,), self.weight, self.eps)
+
+
+def test_what_is_found_of_one_module_holds_for_those_with_the_same_settings_alone() -> None:
+    factors = (1.0, 3.0, 1.0)
+    model = torch.nn.ModuleDict({str(i): ScaledRMSNorm(factor) for i, factor in enumerate(factors)})
+    assert fusing.install(model) == {"ScaledRMSNorm": 2}
+    assert [isinstance(module, fusing.FusedNorm) for module in model.values()] == [True, False, True]

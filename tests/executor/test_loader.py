@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AutoConfig
 
 from kernels.cpu import linear
 from services.common.errors import StartError
-from services.executor import architecture, loader, memory, packing
+from services.executor import architecture, loader, memory, packing, weight_files
 from services.executor.attention import selection
 from services.executor.attention.contract import Needs
 from services.executor.attention.cpu import CpuBackend
@@ -295,6 +295,45 @@ def test_weights_that_do_not_fit_into_memory_are_refused_before_they_are_read(
     monkeypatch.setattr(memory, "available_bytes", lambda: needed - 1)
     with pytest.raises(StartError, match=f"take {needed} bytes to be served in float32, {needed - 1} are free"):
         load(tiny)
+
+
+def unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(files: object, name: str) -> None:
+        raise AssertionError(f"{name} was read")
+
+    monkeypatch.setattr(weight_files.WeightFiles, "read", read)
+
+
+def test_another_hash_is_refused_before_a_weight_is_read(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = load(tiny).weights_hash
+    assert loader.load(tiny, torch.float32, lambda progress: None, found).weights_hash == found
+    unread(monkeypatch)
+    with pytest.raises(StartError, match=f"hash to {found}, the scheduler expects ff00; give both the same checkpoint"):
+        loader.load(tiny, torch.float32, lambda progress: None, "ff00")
+
+
+def test_another_shape_is_refused_before_a_weight_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unread(monkeypatch)
+    path = tiny_llama(tmp_path / "m", config={"intermediate_size": 96})
+    with pytest.raises(
+        StartError, match=r"shapes: .*layers\.0\.mlp\.down_proj\.weight \[64, 128\] instead of \[64, 96\]"
+    ):
+        load(path)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
+def test_the_number_of_threads_and_of_files_changes_nothing(tmp_path: Path, dtype: str) -> None:
+    path, sharded = tiny_llama(tmp_path / "m", dtype=dtype), tiny_llama(tmp_path / "sharded", dtype=dtype, shards=5)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = dense(load(path).model)
+        torch.set_num_threads(4)
+        together = dense(load(sharded).model)
+    finally:
+        torch.set_num_threads(before)
+    assert alone.keys() == together.keys()
+    assert all(torch.equal(tensor, together[name]) for name, tensor in alone.items())
 
 
 @pytest.mark.parametrize("index", ["{", "{}", '{"weight_map": []}', '{"weight_map": {"a": 3}}'])

@@ -126,3 +126,33 @@ def test_kv_gets_its_share_or_what_is_asked_and_never_more_than_there_is() -> No
     assert memory.kv_budget_bytes(3 * GIB, 3 * GIB) == 3 * GIB
     with pytest.raises(StartError, match=f"--kv-memory-bytes is {3 * GIB}, but {GIB} bytes are left"):
         memory.kv_budget_bytes(3 * GIB, GIB)
+
+
+@pytest.fixture
+def four_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> memory.Hierarchy:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    return tree(tmp_path, "0::/\n", {})
+
+
+@pytest.mark.parametrize(
+    ("environ", "count", "reason"),
+    [
+        ({}, 4, "the CPUs that the cgroup grants"),
+        ({"OMP_NUM_THREADS": "3"}, 3, "OMP_NUM_THREADS is 3"),
+        ({"OMP_NUM_THREADS": "2,1"}, 2, "OMP_NUM_THREADS is 2"),
+        ({"OMP_NUM_THREADS": "3", "NUMBA_NUM_THREADS": "1"}, 1, "NUMBA_NUM_THREADS is 1"),
+        ({"OMP_NUM_THREADS": "4096", "NUMBA_NUM_THREADS": "none"}, 4, "the CPUs that the cgroup grants"),
+    ],
+)
+def test_threads_that_nobody_asks_for_are_the_cpus_or_fewer_by_the_environment(
+    environ: dict[str, str], count: int, reason: str, four_cpus: memory.Hierarchy
+) -> None:
+    assert memory.compute_threads(None, environ, four_cpus) == memory.Threads(count, reason)
+
+
+def test_threads_that_are_asked_for_win_and_are_refused_where_there_are_none(four_cpus: memory.Hierarchy) -> None:
+    assert memory.compute_threads(4, {"OMP_NUM_THREADS": "1"}, four_cpus).count == 4
+    with pytest.raises(StartError, match="--threads is 5, this process may run on 4 CPUs; ask for 4 or fewer"):
+        memory.compute_threads(5, {}, four_cpus)
+    with pytest.raises(StartError, match="--threads is 4, but NUMBA_NUM_THREADS is 3; raise that, or unset it"):
+        memory.compute_threads(4, {"NUMBA_NUM_THREADS": "3"}, four_cpus)

@@ -122,7 +122,7 @@ def _memory(fit: Fit, model: Model) -> list[Finding]:
         f"in {fit.kv_dtype}; of {_size(fit.available_bytes)} free {_size(fit.kv_bytes)} are for KV: "
         f"{_count(tokens)} tokens fit"
     )
-    return [Finding("memory", text, facts=facts), *_ranks(fit), _pool(fit, model)]
+    return [Finding("memory", text, facts=facts), *_ranks(fit), _pool(fit, model), _compute(fit)]
 
 
 def _ranks(fit: Fit) -> list[Finding]:
@@ -135,6 +135,15 @@ def _ranks(fit: Fit) -> list[Finding]:
     )
     text += "".join(f"; whole in each: {one}" for one in fit.whole)
     return [Finding("ranks", text, facts={"whole": list(fit.whole)})]
+
+
+def _compute(fit: Fit) -> Finding:
+    """How a step is computed."""
+    text = (
+        f"{fit.threads.count} threads, since {fit.threads.reason}; eager: the model's own code over our kernels, which "
+        "are compiled once for this CPU and kept in the cache; no graph is compiled, and no compiler is needed"
+    )
+    return Finding("compute", text, facts={"threads": fit.threads.count, "compiled_graphs": False})
 
 
 def _pool(fit: Fit, model: Model) -> Finding:

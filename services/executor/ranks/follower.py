@@ -112,9 +112,11 @@ class Follower:
         else:
             self._channel.send_json(Kind.LOADED, block_bytes=facts.block_bytes)
 
-    def _load_shard(self, path: Path, dtype: torch.dtype, report: loader.Report) -> loader.Checkpoint:
+    def _load_shard(
+        self, path: Path, dtype: torch.dtype, report: loader.Report, expected_hash: str
+    ) -> loader.Checkpoint:
         shard = Shard(self._place.rank, self._place.size, self._available_bytes)
-        return load_connected(path, dtype, report, shard, self._group)
+        return load_connected(path, dtype, report, expected_hash, shard, self._group)
 
     def _score(self, spans: Sequence[ScoredSpan], hidden: torch.Tensor, head: Head, vocab_size: int) -> Scored:
         """Computes this rank's part of the logits, and hears what rank 0 made of them."""
@@ -126,10 +128,10 @@ class Follower:
 
 
 def load_connected(
-    path: Path, dtype: torch.dtype, report: loader.Report, shard: Shard, group: Group | None
+    path: Path, dtype: torch.dtype, report: loader.Report, expected_hash: str, shard: Shard, group: Group | None
 ) -> loader.Checkpoint:
     """A rank's part of a checkpoint, its layers connected with those of the other ranks."""
-    checkpoint = loader.load(path, dtype, report, shard)
+    checkpoint = loader.load(path, dtype, report, expected_hash, shard)
     if checkpoint.division is None or group is None:
         raise RuntimeError("a rank loads a part, in a group")
     layers.connect(checkpoint.model, checkpoint.division, group)

@@ -144,9 +144,11 @@ class LeadingExecutor(Executor):
         self._peers.tell(Kind.UNLOAD)
         raise _RefusedError("; ".join(refused))
 
-    def _load_shard(self, path: Path, dtype: torch.dtype, report: loader.Report) -> loader.Checkpoint:
+    def _load_shard(
+        self, path: Path, dtype: torch.dtype, report: loader.Report, expected_hash: str
+    ) -> loader.Checkpoint:
         shard = Shard(0, self.tp_size, self._available_bytes)
-        checkpoint = load_connected(path, dtype, report, shard, self._group)
+        checkpoint = load_connected(path, dtype, report, expected_hash, shard, self._group)
         if checkpoint.division is not None:
             _tell(checkpoint.division)
         return checkpoint
