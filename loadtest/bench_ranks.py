@@ -1,9 +1,7 @@
 """The executor alone, by one process and divided over several, on the same cores: `python -m loadtest.bench_ranks
 [--quick]`.
 
-Both are loaded at once and take turns. One process has all compute threads, the ranks divide them. On one machine ranks
-can only lose: they read the same memory and pay for their sums beside it; this says how much. What they are for is
-memory, or cores, that one process cannot reach.
+Both are loaded at once and take turns. One process has all compute threads, the ranks divide them.
 """
 
 from __future__ import annotations
