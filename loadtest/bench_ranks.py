@@ -1,9 +1,7 @@
 """The executor alone, by one process and divided over several, on the same cores: `python -m loadtest.bench_ranks
 [--quick]`.
 
-Both are loaded at once and take turns. One process has all compute threads, the ranks divide them. On one machine ranks
-can only lose: they read the same memory and pay for their sums beside it; this says how much. What they are for is
-memory, or cores, that one process cannot reach.
+Both are loaded at once and take turns. One process has all compute threads, the ranks divide them.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-import torch
 from triptych.executor.v1 import executor_pb2 as pb
 from triptych.inference.v1 import generation_pb2
 
@@ -53,13 +50,16 @@ class Turn:
         self._executor = executor
         self._threads = threads
         self._step = 0
+        import torch  # not before services.executor, which says how torch's threads wait
+
+        self._set_torch_threads = torch.set_num_threads
         settings = Settings(_ROW_BLOCKS * BLOCK_TOKENS, BLOCK_TOKENS, STREAMS, PREFILL_TOKENS)
         self.vocab_size = executor.load(settings, torch.float32, "", lambda progress: None).vocab_size
         executor.allocate(_BLOCKS)
 
     def seconds(self) -> dict[str, list[float]]:
         """Of each step, by the name of its work."""
-        torch.set_num_threads(self._threads)
+        self._set_torch_threads(self._threads)
         paged_attention.set_num_threads(self._threads)
         return {
             "prefill": [self._prefill(0, PREFILL_TOKENS) for _ in range(2)],
