@@ -96,6 +96,12 @@ def prefill(architecture: Architecture, dtype: str, kv_dtype: str, head_dim: int
     return Instance("attn_prefill.cu", name, "PrefillParams", 128, shared)
 
 
+def cache_rope(dtype: str, kv_dtype: str, head_dim: int) -> Instance:
+    """Norm, rope and the write of keys and values."""
+    name = f"cache_rope<{_C_TYPES[dtype]}, {_C_TYPES[kv_dtype]}, {head_dim}>"
+    return Instance("cache_rope.cu", name, "CacheParams", 128)
+
+
 def reference(dtype: str, head_dim: int) -> Instance:
     """Attention of any number of new tokens, slowly."""
     return Instance("attn_reference.cu", f"attn_reference<{_C_TYPES[dtype]}, {head_dim}>", "PrefillParams", 32)
@@ -108,7 +114,10 @@ def every_instance(architecture: Architecture) -> Iterator[Instance]:
             for kv_dtype in (dtype, FP8) if architecture.capability >= FP8_FROM else (dtype,):
                 yield decode(architecture, dtype, kv_dtype, head_dim)
                 yield prefill(architecture, dtype, kv_dtype, head_dim)
+                yield cache_rope(dtype, kv_dtype, head_dim)
             yield decode_reduce(dtype, head_dim)
     for dtype in (*DTYPES, "float32"):
         for head_dim in HEAD_DIMS:
             yield reference(dtype, head_dim)
+    for head_dim in HEAD_DIMS:
+        yield cache_rope("float32", "float32", head_dim)

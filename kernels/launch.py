@@ -67,6 +67,7 @@ class Decode:
             raise ValueError(f"splits is {splits}: at least 1")
         if splits > 1 and not (self.params.get("partial_out") and self.params.get("partial_lse")):
             raise ValueError(f"{splits} splits need partial_out and partial_lse")
+        _check_alignment(self.params)
         tiles = heads // group * -(-group // _QUERY_TILE)
         self._device.launch(self.attend, (splits, tiles, rows), self.params)
         if splits > 1:
@@ -86,6 +87,7 @@ class Prefill:
         """`most_tokens`: new tokens of the row that has most."""
         rows, heads, group = (int(self.params.get(name)) for name in ("rows", "heads", "group"))
         _check_heads(heads, group)
+        _check_alignment(self.params)
         tiles = -(-most_tokens * group // _PREFILL_ROWS)
         self._device.launch(self.attend, (tiles, heads // group, rows), self.params)
 
@@ -107,9 +109,51 @@ class Reference:
         self._device.launch(self.attend, (heads, tokens, 1), self.params)
 
 
+class CacheRope:
+    """Norm and rope of new queries and keys, and writing keys and values into their blocks."""
+
+    def __init__(self, device: Device, *, dtype: str, kv_dtype: str, head_dim: int) -> None:
+        if (dtype, kv_dtype) != ("float32", "float32") or head_dim not in instances.HEAD_DIMS:
+            _check_types(device, dtype, kv_dtype, head_dim)
+        self._device = device
+        self._units = 32 // (head_dim // 8) * 4
+        self._head_dim = head_dim
+        self.write = instances.cache_rope(dtype, kv_dtype, head_dim)
+        self.params = Params("CacheParams")
+
+    def __call__(self, tokens: int) -> None:
+        """All that is new in a step."""
+        heads, kv_heads, rotary_dim = (int(self.params.get(name)) for name in ("heads", "kv_heads", "rotary_dim"))
+        if self.params.get("cos") and (rotary_dim % 16 or not 0 < rotary_dim <= self._head_dim):
+            raise ValueError(f"rotary_dim is {rotary_dim}: a multiple of 16, at most {self._head_dim}")
+        _check_alignment(self.params)
+        units = heads + 2 * kv_heads
+        self._device.launch(self.write, (tokens, -(-units // self._units), 1), self.params)
+
+
 def _check_heads(heads: int, group: int) -> None:
     if group < 1 or heads < group or heads % group:
         raise ValueError(f"{heads} query heads in groups of {group}: the group must divide the heads")
+
+
+_ALIGNED = ("query", "key", "value", "keys", "values", "out", "query_out")
+_STRIDES = (
+    "out_stride",
+    "query_stride",
+    "key_stride",
+    "value_stride",
+    "query_out_stride",
+    "block_stride",
+    "head_stride",
+)
+
+
+def _check_alignment(params: Params) -> None:
+    """Kernels move 16 bytes at a time."""
+    for name in _ALIGNED + _STRIDES:
+        if name in params.layout.fields and int(params.get(name)) % 16:
+            what = "elements" if name in _STRIDES else "bytes"
+            raise ValueError(f"{name} is {params.get(name)}: it must be a multiple of 16 {what}")
 
 
 def _check_types(device: Device, dtype: str, kv_dtype: str, head_dim: int) -> None:

@@ -70,8 +70,8 @@ struct CacheParams {  // cache_rope
   const i64* places;          // [tokens] block * block_tokens + offset; negative: the token is not written
   const float* cos;           // [tokens, rotary_dim / 2]; null: no rope
   const float* sin;
-  const void* query_norm;     // [head_dim] weights of the RMSNorm before rope; null: none
-  const void* key_norm;
+  const float* query_norm;    // [head_dim] weights of the RMSNorm before rope; null: none
+  const float* key_norm;
   const float* key_scales;    // [kv_heads] of fp8 keys, null: 1
   const float* value_scales;
   i64 query_stride;           // of a token
@@ -84,6 +84,6 @@ struct CacheParams {  // cache_rope
   int heads;
   int kv_heads;
   int block_tokens;
-  int rotary_dim;             // the first of a head's dimensions, i turned with i + rotary_dim / 2
+  int rotary_dim;             // the first of a head's dimensions, i turned with i + rotary_dim / 2; a multiple of 16
   float epsilon;              // of the norms
 };

@@ -196,6 +196,8 @@ def test_splits_fill_the_multiprocessors() -> None:
         ({"heads": 7, "group": 4}, "7 query heads in groups of 4"),
         ({"splits": 0}, "splits is 0"),
         ({"splits": 2}, "2 splits need partial_out"),
+        ({"block_stride": 24}, "block_stride is 24: it must be a multiple of 16 elements"),
+        ({"keys": 1000}, "keys is 1000: it must be a multiple of 16 bytes"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(fields: dict[str, int], message: str) -> None:

@@ -23,7 +23,7 @@ from kernels.params import Params
 HERE = Path(__file__).parent
 CACHE = Path(os.environ.get("TRIPTYCH_SHIM_CACHE") or Path(tempfile.gettempdir()) / f"triptych-hostshim-{os.getuid()}")
 ORDERS = {"forward": 0, "reverse": 1, "random": 2}
-SANITIZERS = {"address": "address,undefined", "thread": "thread"}
+SANITIZERS = {"address": "address,undefined", "thread": "thread", "none": ""}
 
 
 class ShimError(RuntimeError):
@@ -64,7 +64,8 @@ class HostDevice:
     order: str = "forward"
     seed: int = 1
     sanitizer: str | None = None
-    """None: the kernels run in this process. "address" (with undefined behaviour) and "thread": in one of their own."""
+    """None: the kernels run in this process. Else in one of their own, as kernels with faults had better: watched by
+    "address" (and undefined behaviour) or by "thread", or with "none" by nobody."""
     fault: Fault | None = None
     sources: Path = build.SOURCES
     """Where instances' sources are; csrc's headers are found from anywhere."""
@@ -156,15 +157,19 @@ def _with(fault: Fault, text: str) -> str:
     return text.replace(fault.old, fault.new)
 
 
+def _watches(sanitizer: str | None) -> bool:
+    return bool(sanitizer and SANITIZERS[sanitizer])
+
+
 def _flags(sanitizer: str | None) -> list[str]:
     march = ["-march=x86-64-v3"] if platform.machine() == "x86_64" else []
-    return ["-std=c++17", "-O1" if sanitizer else "-O2", "-g1", *march, "-fno-strict-aliasing", "-w", "-fPIC"]
+    return ["-std=c++17", "-O1" if _watches(sanitizer) else "-O2", "-g1", *march, "-fno-strict-aliasing", "-w", "-fPIC"]
 
 
 def _compile(body: str, target: Path, sanitizer: str | None, texts: Mapping[str, str]) -> None:
     """Compiles kernels (watched) and runtime (not watched) and links them; atomic, several processes may do it."""
     CACHE.mkdir(parents=True, exist_ok=True)
-    watched = [f"-fsanitize={SANITIZERS[sanitizer]}", "-fno-sanitize-recover=all"] if sanitizer else []
+    watched = [f"-fsanitize={SANITIZERS[sanitizer]}", "-fno-sanitize-recover=all"] if _watches(sanitizer) else []
     told = {"address": ["-DSHIM_ASAN"], "thread": ["-DSHIM_TSAN"]}.get(sanitizer or "", [])
     with tempfile.TemporaryDirectory(dir=CACHE) as folder:
         work = Path(folder)
