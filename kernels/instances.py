@@ -102,6 +102,12 @@ def cache_rope(dtype: str, kv_dtype: str, head_dim: int) -> Instance:
     return Instance("cache_rope.cu", name, "CacheParams", 128)
 
 
+def sample(dtype: str) -> Instance:
+    """Draws ids from logits of `dtype`."""
+    shared = 256 * (8 + 4) + 16 * (8 + 4) + 4 + 4 + 8
+    return Instance("sampling.cu", f"sample_rows<{_C_TYPES[dtype]}>", "SampleParams", 512, shared)
+
+
 def reference(dtype: str, head_dim: int) -> Instance:
     """Attention of any number of new tokens, slowly."""
     return Instance("attn_reference.cu", f"attn_reference<{_C_TYPES[dtype]}, {head_dim}>", "PrefillParams", 32)
@@ -119,5 +125,6 @@ def every_instance(architecture: Architecture) -> Iterator[Instance]:
     for dtype in (*DTYPES, "float32"):
         for head_dim in HEAD_DIMS:
             yield reference(dtype, head_dim)
+        yield sample(dtype)
     for head_dim in HEAD_DIMS:
         yield cache_rope("float32", "float32", head_dim)

@@ -131,6 +131,21 @@ class CacheRope:
         self._device.launch(self.write, (tokens, -(-units // self._units), 1), self.params)
 
 
+class Sample:
+    """Draws the next id of each row."""
+
+    def __init__(self, device: Device, *, dtype: str) -> None:
+        if dtype not in (*instances.DTYPES, "float32"):
+            raise ValueError(f"no sampling kernel for logits of {dtype}")
+        self._device = device
+        self.draw = instances.sample(dtype)
+        self.params = Params("SampleParams")
+
+    def __call__(self, rows: int) -> None:
+        """Of `rows` rows of logits."""
+        self._device.launch(self.draw, (rows, 1, 1), self.params)
+
+
 def _check_heads(heads: int, group: int) -> None:
     if group < 1 or heads < group or heads % group:
         raise ValueError(f"{heads} query heads in groups of {group}: the group must divide the heads")

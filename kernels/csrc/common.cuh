@@ -8,6 +8,7 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
+#define INFINITY __int_as_float(0x7f800000)
 #endif
 
 typedef unsigned int u32;

@@ -140,15 +140,13 @@ struct Softmax {
     }
 #pragma unroll
     for (int n = 0; n < 2 * STEPS; n++) {
-      const float w0 = weight(s[n][0], 0), w1 = weight(s[n][1], 0), w2 = weight(s[n][2], 1), w3 = weight(s[n][3], 1);
+      // A row that has seen masked scores alone gives them weight 1; its first real score multiplies that by 0.
+      const float w0 = fast_exp2(s[n][0] - max[0]), w1 = fast_exp2(s[n][1] - max[0]);
+      const float w2 = fast_exp2(s[n][2] - max[1]), w3 = fast_exp2(s[n][3] - max[1]);
       sum[0] += w0 + w1;
       sum[1] += w2 + w3;
       weights[n / 2][n % 2 * 2] = From<T>::pair(w0, w1);
       weights[n / 2][n % 2 * 2 + 1] = From<T>::pair(w2, w3);
     }
-  }
-  // 0 where masked also while a row has seen masked scores alone (max is MASKED too).
-  __device__ __forceinline__ float weight(float score, int h) const {
-    return score == MASKED ? 0.f : fast_exp2(score - max[h]);
   }
 };

@@ -87,3 +87,19 @@ struct CacheParams {  // cache_rope
   int rotary_dim;             // the first of a head's dimensions, i turned with i + rotary_dim / 2; a multiple of 16
   float epsilon;              // of the norms
 };
+
+struct SampleParams {  // sample_rows
+  int* out;                   // [rows] ids; -1 where none can be drawn: NaN or +infinity, or every id is masked
+  const void* logits;         // [rows, vocab]
+  const unsigned* masks;      // [lines, mask_stride] bit id % 32 of word id / 32 allows an id
+  const int* mask_rows;       // [rows] a row's line in `masks`, negative: all are allowed; null: so for every row
+  const float* temperatures;  // [rows] 0: the likeliest id
+  const int* top_k;           // [rows] 0: off
+  const float* top_p;         // [rows] 1: off
+  const float* min_p;         // [rows] 0: off
+  const i64* seeds;           // [rows] 64 bits
+  const i64* positions;       // [rows] of the draw, counting output ids from 0
+  i64 logits_stride;          // of a row
+  i64 mask_stride;            // of a line
+  int vocab;
+};

@@ -127,9 +127,19 @@ inline void cp_async_wait() {
   while (shim::copy_take(GROUPS_KEPT, &copy)) shim::land(copy);
 }
 
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }
+inline unsigned long long __umul64hi(unsigned long long x, unsigned long long y) {
+  return static_cast<unsigned long long>(static_cast<unsigned __int128>(x) * y >> 64);
+}
+template <typename T>
+inline T atomicAdd(T* at, T value) {
+  static_assert(std::is_integral<T>::value, "sums of floats would depend on the order of threads");
+  return __atomic_fetch_add(at, value, __ATOMIC_RELAXED);
+}
+
 inline float fast_exp2(float x) { return exp2f(x); }
 inline float fast_divide(float x, float y) { return x / y; }
-inline float __fsqrt_rn(float x) { return std::sqrt(x); }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 template <typename T>
 inline T min(T a, T b) { return a < b ? a : b; }
