@@ -47,6 +47,6 @@ class CupyDevice:
         return function
 
     def launch(self, instance: Instance, grid: Grid, params: Params) -> None:
-        """Queues the grid; CuPy passes a numpy array's bytes as the struct, by value."""
+        """Queues the grid."""
         function, stream = self.load(instance), ExternalStream(self._stream())
-        function(grid, (instance.threads, 1, 1), (params.buffer,), shared_mem=instance.shared_bytes, stream=stream)
+        function(grid, (instance.threads, 1, 1), (params.by_value,), shared_mem=instance.shared_bytes, stream=stream)

@@ -54,6 +54,8 @@ class Params:
     def __init__(self, struct_name: str) -> None:
         self.layout = layouts()[struct_name]
         self.buffer: npt.NDArray[np.uint8] = np.zeros(self.layout.bytes, np.uint8)
+        self.by_value: npt.NDArray[np.void] = self.buffer.view(np.dtype((np.void, self.layout.bytes)))
+        """The same memory as an array of one item, which is what CuPy passes by value."""
 
     def set(self, **values: int | float) -> None:
         """Fills fields by name; a pointer is an address. KeyError for a name that is no field."""

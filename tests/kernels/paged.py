@@ -63,20 +63,21 @@ class Batch:
     def attend(self, *, window: int = 0, cap: float = 0.0) -> np.ndarray:
         """[tokens, heads, head_dim] float64: softmax(query keys / sqrt(head_dim)) values, causal in a row."""
         query, keys, values = loaded(self.query, self.dtype), self._gathered(self.keys), self._gathered(self.values)
-        out = np.zeros(query.shape)
+        kv_heads, head_dim = self.keys.shape[1], self.keys.shape[3]
+        queries = query.reshape(-1, kv_heads, self.group, head_dim)
+        out = np.zeros(queries.shape)
         for row, context in enumerate(self.contexts):
             begin, end = self.query_starts[row], self.query_starts[row + 1]
-            for token in range(begin, end):
-                seen = context - (end - begin) + (token - begin) + 1
+            k = keys[row].swapaxes(0, 1) * self.key_scales[:, None, None]
+            v = values[row].swapaxes(0, 1) * self.value_scales[:, None, None]
+            for token in range(begin, end if context else begin):
+                seen = context - (end - token) + 1
                 first = max(0, seen - window) if window else 0
-                for head in range(query.shape[1] if seen > 0 else 0):
-                    kv = head // self.group
-                    k = keys[row][first:seen, kv] * self.key_scales[kv]
-                    scores = k @ query[token, head] * query.shape[2] ** -0.5
-                    scores = cap * np.tanh(scores / cap) if cap else scores
-                    weights = np.exp(scores - scores.max())
-                    out[token, head] = weights / weights.sum() @ values[row][first:seen, kv] * self.value_scales[kv]
-        return out
+                scores = queries[token] @ k[:, first:seen].swapaxes(1, 2) * head_dim**-0.5  # [kv_heads, group, keys]
+                scores = cap * np.tanh(scores / cap) if cap else scores
+                weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+                out[token] = weights / weights.sum(axis=2, keepdims=True) @ v[:, first:seen]
+        return out.reshape(query.shape)
 
     def _gathered(self, cache: np.ndarray) -> list[np.ndarray]:
         """[context, kv_heads, head_dim] a row."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -14,48 +14,44 @@ from kernels import build, instances, nvrtc
 from kernels.cubins import Code, Cubins, architecture_for
 from kernels.instances import ARCHITECTURES, Instance
 from kernels.params import Params, layouts
+from tests.kernels import register_ceilings
 
-CEILINGS: dict[str, dict[str, int]] = json.loads((Path(__file__).parent / "register_ceilings.json").read_text())
-"""Registers of each instance by compiler version, then "sm_NN name"; `python -m tests.kernels.register_ceilings`."""
+CEILINGS: dict[str, dict[str, int]] = json.loads(register_ceilings.PATH.read_text())
+"""Registers by compiler version, then "sm_NN name"."""
 MOST_SPILLED_BYTES = 64
 """Of heads of 256; all others spill nothing."""
-GATE = (80, 86, 90, 100)
 
 
-def of_each_kernel(capability: int) -> Iterator[Instance]:
-    """One instance of every kernel: bfloat16, heads of 128."""
-    seen = set()
-    for instance in instances.every_instance(ARCHITECTURES[capability]):
-        kernel = instance.name.partition("<")[0]
-        if "128" in instance.name and "bfloat16" in instance.name and kernel not in seen:
-            seen.add(kernel)
-            yield instance
-
-
-def check(wanted: list[Instance], capability: int) -> None:
+def check(wanted: Iterable[Instance], capability: int) -> None:
     """Compiles, and compares with the ceilings and the architecture's limits."""
-    ceilings = CEILINGS[nvrtc.version()]
-    by_source: dict[str, list[str]] = {}
+    wanted, ceilings = list(wanted), CEILINGS[nvrtc.version()]
     for instance in wanted:
-        by_source.setdefault(instance.source, []).append(instance.name)
         assert instance.shared_bytes <= ARCHITECTURES[capability].most_shared_bytes, instance
-    for source, names in by_source.items():
+    for source, names in register_ceilings.by_source(wanted).items():
         for name, found in build.compile_cubin(source, names, capability).resources.items():
             allowed = MOST_SPILLED_BYTES if ", 256, " in name else 0
             assert max(found.stack_bytes, found.spill_bytes) <= allowed, f"sm_{capability} {name} spills: {found}"
-            assert found.registers <= ceilings[f"sm_{capability} {name}"], f"sm_{capability} {name}: {found}"
+            assert found.registers <= ceilings.get(f"sm_{capability} {name}", 255), f"sm_{capability} {name}: {found}"
 
 
-@pytest.mark.parametrize("capability", GATE)
+def test_one_instance_of_each_kernel_has_a_ceiling() -> None:
+    kernels = {"attn_decode", "attn_decode_reduce", "attn_prefill", "attn_reference", "cache_rope", "sample_rows"}
+    for capability in (*register_ceilings.PART, register_ceilings.WHOLE):
+        gated = list(register_ceilings.of_each_kernel(capability))
+        assert {instance.name.partition("<")[0] for instance in gated} == kernels
+        assert {f"sm_{capability} {instance.name}" for instance in gated} <= set(CEILINGS[nvrtc.version()])
+
+
+@pytest.mark.parametrize("capability", [*register_ceilings.PART, register_ceilings.WHOLE])
 def test_one_instance_of_each_kernel_compiles_without_spills(capability: int) -> None:
-    check(list(of_each_kernel(capability)), capability)
+    check(register_ceilings.of_each_kernel(capability), capability)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 def test_every_instance_compiles_without_spills(capability: int) -> None:
-    check(list(instances.every_instance(ARCHITECTURES[capability])), capability)
+    check(instances.every_instance(ARCHITECTURES[capability]), capability)
 
 
 def test_the_compiler_knows_every_architecture() -> None:
@@ -89,6 +85,8 @@ def test_parameters_are_set_by_name() -> None:
     params.set(out=2**48 + 7, block_stride=2**40, heads=-3, scale=0.5)
     assert [params.get(name) for name in ("out", "block_stride", "heads", "scale")] == [2**48 + 7, 2**40, -3, 0.5]
     assert params.get("cap") == 0
+    assert params.by_value.shape == (1,) and params.by_value.itemsize == layouts()["DecodeParams"].bytes
+    assert params.by_value.tobytes() == params.buffer.tobytes()  # the same memory
     with pytest.raises(KeyError, match="sacle"):
         params.set(sacle=1.0)
 

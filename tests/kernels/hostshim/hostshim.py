@@ -185,7 +185,9 @@ def _compile(body: str, target: Path, sanitizer: str | None, texts: Mapping[str,
 
 
 def _runtime(told: Sequence[str]) -> Path:
-    digest = hashlib.sha256((HERE / "runtime.cpp").read_bytes() + (HERE / "runtime.h").read_bytes())
+    digest = hashlib.sha256()
+    for path in (HERE / "runtime.cpp", *sorted(HERE.glob("*.h"))):
+        digest.update(path.read_bytes())
     target = CACHE / f"runtime{''.join(told)}-{digest.hexdigest()[:16]}.o"
     if not target.exists():
         with tempfile.TemporaryDirectory(dir=CACHE) as folder:

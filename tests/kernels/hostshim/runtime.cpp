@@ -8,177 +8,18 @@
 #include <cstring>
 #include <utility>
 
-#include <sys/mman.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-#if !defined(__x86_64__)
-#include <ucontext.h>
-#endif
-
-#ifdef SHIM_TSAN
-extern "C" {
-void* __tsan_create_fiber(unsigned);
-void __tsan_destroy_fiber(void*);
-void __tsan_switch_to_fiber(void*, unsigned);
-void* __tsan_get_current_fiber();
-void __tsan_acquire(void*);
-void __tsan_release(void*);
-}
-constexpr size_t STACK_BYTES = 64 * 1024;
-static void acquire(void* sync) { __tsan_acquire(sync); }
-static void release(void* sync) { __tsan_release(sync); }
-#else
-constexpr size_t STACK_BYTES = 256 * 1024;
-static void acquire(void*) {}
-static void release(void*) {}
-#endif
-#ifdef SHIM_ASAN
-extern "C" {
-void __sanitizer_start_switch_fiber(void**, const void*, size_t);
-void __sanitizer_finish_switch_fiber(void*, const void**, size_t*);
-}
-#endif
+#include "stacks.h"
+#include "state.h"
+#include "warp.h"
 
 namespace shim {
 
-constexpr int MOST_THREADS = 1024;
-constexpr int WARP = 32;
-constexpr unsigned MOST_SHARED_BYTES = 227 * 1024;
-constexpr unsigned COPIES = 256;  // in flight a thread
-constexpr unsigned QUEUE = 2048;
-
-// ---- switching stacks --------------------------------------------------------------------------------------------
-
-#if defined(__x86_64__)
-typedef void* Context;
-extern "C" void shim_switch(void** save, void* load);
-asm(R"(.text
-.globl shim_switch
-.type shim_switch,@function
-shim_switch:
-  pushq %rbp
-  pushq %rbx
-  pushq %r12
-  pushq %r13
-  pushq %r14
-  pushq %r15
-  movq %rsp,(%rdi)
-  movq %rsi,%rsp
-  popq %r15
-  popq %r14
-  popq %r13
-  popq %r12
-  popq %rbx
-  popq %rbp
-  ret
-.size shim_switch,.-shim_switch
-)");
-static void switch_context(Context* save, Context load) { shim_switch(save, load); }
-static void make_context(Context* context, char* stack, void (*entry)()) {
-  auto* top = reinterpret_cast<uintptr_t*>(stack + STACK_BYTES - 72);  // so that `entry` starts as after a call
-  *top = 0;
-  *--top = reinterpret_cast<uintptr_t>(entry);
-  for (int callee_saved = 0; callee_saved < 6; callee_saved++) *--top = 0;
-  *context = top;
-}
-#else
-typedef ucontext_t* Context;
-static void switch_context(Context* save, Context load) {
-  if (!*save) *save = new ucontext_t;
-  swapcontext(*save, load);
-}
-static void make_context(Context* context, char* stack, void (*entry)()) {
-  if (!*context) *context = new ucontext_t;
-  getcontext(*context);
-  (*context)->uc_stack.ss_sp = stack;
-  (*context)->uc_stack.ss_size = STACK_BYTES;
-  (*context)->uc_link = nullptr;
-  makecontext(*context, entry, 0);
-}
-#endif
-
-// ---- state -------------------------------------------------------------------------------------------------------
-
-struct Thread {
-  Context context = nullptr;
-  char* stack = nullptr;
-  void* tsan = nullptr;
-  void* fake_stack = nullptr;  // AddressSanitizer's
-  Dim index = {0, 0, 0};
-  int lane = 0, warp = 0;
-  bool done = false;
-  Op op = Op::none;  // what it waits for
-  Operands operands;
-  const char* file = "";
-  int line = 0;
-  Copy copies[COPIES];         // a ring
-  int copy_group[COPIES];
-  unsigned first_copy = 0, next_copy = 0;
-  int groups = 0;              // closed so far
-};
-
-// Lanes that have come to one warp-wide operation.
-struct Meeting {
-  uint32_t mask = 0, arrived = 0;
-  Op op = Op::none;
-  const char* file = nullptr;
-  int line = 0;
-};
-
-struct Warp {
-  uint32_t exited = 0;
-  Meeting meetings[WARP];
-  char barrier = 0;  // its address names the barrier to ThreadSanitizer
-};
-
-struct State {
-  Thread* threads = nullptr;
-  int made = 0, count = 0, alive = 0, at_barrier = 0;
-  int current = -1;  // -1: the host
-  Warp warps[MOST_THREADS / WARP];
-  int ready[QUEUE];
-  unsigned first_ready = 0, next_ready = 0;
-  Dim block = {0, 0, 0}, grid = {0, 0, 0}, block_size = {0, 0, 0};
-  unsigned char* shared = nullptr;
-  const char* barrier_file = nullptr;
-  int barrier_line = 0;
-  int order = forward;
-  uint64_t random = 1;
-  Context host = nullptr;
-  void* host_tsan = nullptr;
-  void* host_fake_stack = nullptr;
-  const void* host_stack = nullptr;
-  size_t host_stack_bytes = 0;
-  void (*entry)(const void*) = nullptr;
-  const void* argument = nullptr;
-  bool failed = false;
-  char error[512] = {0};
-  char barrier = 0, end = 0;
-  float half_values[1 << 16];
-} S;
-
-static Thread& me() { return S.threads[S.current]; }
 Dim thread_index() { return me().index; }
 Dim block_index() { return S.block; }
 Dim block_dim() { return S.block_size; }
 Dim grid_dim() { return S.grid; }
 int lane() { return me().lane; }
 unsigned char* dynamic_shared() { return S.shared; }
-
-static uint32_t next_random() {  // xorshift64 (Marsaglia 2003)
-  S.random ^= S.random << 13;
-  S.random ^= S.random >> 7;
-  S.random ^= S.random << 17;
-  return static_cast<uint32_t>(S.random >> 32);
-}
-
-// libc's memcpy is watched by the sanitizers; this is not.
-static void copy_unwatched(void* target, const void* source, int bytes) {
-  for (int i = 0; i < bytes; i++) {
-    static_cast<volatile unsigned char*>(target)[i] = static_cast<const unsigned char*>(source)[i];
-  }
-}
 
 // ---- whose turn it is --------------------------------------------------------------------------------------------
 
@@ -261,88 +102,7 @@ void block_barrier(const char* file, int line) {
   acquire(&S.barrier);
 }
 
-// ---- warp-wide operations ----------------------------------------------------------------------------------------
-
-static void do_shuffle(Thread* lanes, uint32_t mask) {
-  unsigned char values[WARP][16];
-  for (int i = 0; i < WARP; i++) {
-    if (!(mask >> i & 1)) continue;
-    const int source = lanes[i].operands.selector;
-    if (!(mask >> source & 1)) fail("a shuffle reads a lane outside its mask", lanes[i].file, lanes[i].line);
-    copy_unwatched(values[i], lanes[source].operands.in, lanes[i].operands.bytes);
-  }
-  for (int i = 0; i < WARP; i++) {
-    if (mask >> i & 1) copy_unwatched(lanes[i].operands.out, values[i], lanes[i].operands.bytes);
-  }
-}
-
-static void do_vote(Thread* lanes, uint32_t mask) {
-  uint32_t votes = 0;
-  for (int i = 0; i < WARP; i++) votes |= (mask >> i & 1) && lanes[i].operands.selector ? 1u << i : 0;
-  for (int i = 0; i < WARP; i++) {
-    if (mask >> i & 1) *static_cast<uint32_t*>(lanes[i].operands.out) = votes;
-  }
-}
-
-// Four 8x8 matrices of 16-bit elements; lane 8m + r names row r of matrix m. PTX ISA, "ldmatrix".
-static void do_ldmatrix(Thread* lanes) {
-  auto element = [&](int matrix, int row, int column) {
-    return static_cast<const uint16_t*>(lanes[matrix * 8 + row].operands.in)[column];
-  };
-  for (int i = 0; i < WARP; i++) {
-    auto* fragment = static_cast<uint32_t*>(lanes[i].operands.out);
-    const int row = i / 4, column = i % 4 * 2;
-    for (int m = 0; m < 4; m++) {
-      const bool transposed = lanes[i].operands.selector;
-      const uint32_t low = transposed ? element(m, column, row) : element(m, row, column);
-      const uint32_t high = transposed ? element(m, column + 1, row) : element(m, row, column + 1);
-      fragment[m] = low | high << 16;
-    }
-  }
-}
-
-static float value_of(uint16_t bits, bool bfloat16) {
-  if (!bfloat16) return S.half_values[bits];
-  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
-  float value;
-  memcpy(&value, &wide, 4);
-  return value;
-}
-
-// D[16][8] += A[16][16] B[16][8] with float32 sums; who holds what: PTX ISA, "mma.m16n8k16", 16-bit floating point.
-static void do_mma(Thread* lanes) {
-  float a[16][16], b[16][8], d[16][8] = {};
-  for (int i = 0; i < WARP; i++) {
-    const Operands& o = lanes[i].operands;
-    const bool bfloat16 = o.selector;
-    const auto* fragment = static_cast<const uint32_t*>(o.in);
-    const int row = i / 4, k = i % 4 * 2;
-    for (int half = 0; half < 2; half++) {
-      for (int j = 0; j < 4; j++) {
-        a[row + 8 * (j & 1)][k + 8 * (j >> 1) + half] = value_of(fragment[j] >> 16 * half, bfloat16);
-      }
-      b[k + half][row] = value_of(o.b0 >> 16 * half, bfloat16);
-      b[k + 8 + half][row] = value_of(o.b1 >> 16 * half, bfloat16);
-    }
-  }
-  for (int row = 0; row < 16; row++) {
-    for (int k = 0; k < 16; k++) {
-      for (int column = 0; column < 8; column++) d[row][column] += a[row][k] * b[k][column];
-    }
-  }
-  for (int i = 0; i < WARP; i++) {
-    auto* out = static_cast<float*>(lanes[i].operands.out);
-    for (int j = 0; j < 4; j++) out[j] += d[i / 4 + 8 * (j >> 1)][i % 4 * 2 + (j & 1)];
-  }
-}
-
-static void perform(Op op, uint32_t mask, int warp) {
-  Thread* lanes = &S.threads[warp * WARP];
-  if (op == Op::shuffle) do_shuffle(lanes, mask);
-  if (op == Op::vote) do_vote(lanes, mask);
-  if (op == Op::ldmatrix) do_ldmatrix(lanes);
-  if (op == Op::mma) do_mma(lanes);
-}
+// ---- meetings of a warp's lanes -------------------------------------------------------------------------------------
 
 static Meeting& meeting_of(Warp& warp, Op op, uint32_t mask, const char* file, int line) {
   Meeting* found = nullptr;
@@ -439,11 +199,6 @@ static void thread_main() {
   abort();
 }
 
-static char* new_stack() {  // by system call: allocators are watched
-  return reinterpret_cast<char*>(syscall(SYS_mmap, nullptr, STACK_BYTES, PROT_READ | PROT_WRITE,
-                                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-}
-
 static void start_thread(int i) {
   Thread& t = S.threads[i];
   t.done = false;
@@ -507,21 +262,6 @@ static void run_block_with_shared(unsigned bytes) {
   run_block();
   free(shared);
 #endif
-}
-
-static void fill_half_values() {  // IEEE 754 binary16
-  for (int bits = 0; bits < 1 << 16; bits++) {
-    const uint32_t sign = (bits & 0x8000u) << 16, exponent = bits >> 10 & 31, fraction = bits & 1023;
-    float value = static_cast<float>(fraction) / (1 << 24);  // subnormal
-    if (exponent) {
-      const uint32_t wide = (exponent == 31 ? 255 : exponent + 112) << 23 | fraction << 13;
-      memcpy(&value, &wide, 4);
-    }
-    uint32_t wide;
-    memcpy(&wide, &value, 4);
-    wide |= sign;
-    memcpy(&S.half_values[bits], &wide, 4);
-  }
 }
 
 static bool prepare(const Launch& launch) {
