@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,11 +12,9 @@ from kernels.instances import ARCHITECTURES, FP8
 from kernels.launch import Decode, number_of_splits
 from tests.kernels.cuda_calls import decode
 from tests.kernels.hostshim.hostshim import Fault, HostDevice
-from tests.kernels.paged import Batch, batch
+from tests.kernels.paged import Batch, batch, spread_out
 
 ORDERS = [("forward", 1), ("reverse", 1), ("random", 1), ("random", 2), ("random", 3)]
-MAP_NORESERVE = 0x4000
-"""Of Linux; Python's mmap does not name it."""
 LENGTHS = (0, 1, 2, 15, 16, 17, 33, 63, 64, 65, 127, 200)
 FAST = [
     ("float16", "float16", 64),
@@ -153,25 +149,8 @@ def test_no_two_threads_race(dtype: str, kv_dtype: str, head_dim: int) -> None:
     check(given, splits=2, sanitizer="thread")
 
 
-def huge(block_tokens: int = 16, head_dim: int = 64) -> Batch:
-    """One row whose blocks lie before and past 2^31 elements; of the 2 x 5 GiB only the blocks used ever exist."""
-    given = batch(rows(40), kv_heads=2, block_tokens=block_tokens, head_dim=head_dim)
-    block = 2 * block_tokens * head_dim
-    blocks = (1 << 31) // block + 1000
-    places = np.array([blocks - 1, 5, blocks - 400], np.int32)
-    caches = []
-    for small in (given.keys, given.values):
-        memory = mmap.mmap(-1, blocks * block * 2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
-        cache = np.frombuffer(memory, np.float16).reshape(blocks, *small.shape[1:])
-        cache[places] = small[given.tables[given.slots[0], :3]]
-        caches.append(cache)
-    given.keys, given.values = caches
-    given.tables[given.slots[0], :3] = places
-    return given
-
-
 def test_X8_blocks_past_two_to_the_31_elements() -> None:
-    check(huge())
+    check(spread_out(batch(rows(40))))
 
 
 @pytest.mark.slow
@@ -179,7 +158,7 @@ def test_X8_a_32_bit_offset_is_noticed() -> None:
     place = "table[token / p.block_tokens] * p.block_stride"
     fault = Fault("attn_decode.cu", place, place.replace("p.block_stride", "(int)p.block_stride"))
     with pytest.raises(AssertionError, match="Mismatched elements"):
-        check(huge(), fault=fault)
+        check(spread_out(batch(rows(40))), fault=fault)
 
 
 def test_splits_fill_the_multiprocessors() -> None:

@@ -12,7 +12,7 @@ from kernels.instances import FP8
 from kernels.launch import Reference
 from tests.kernels.cuda_calls import prefill, reference
 from tests.kernels.hostshim.hostshim import HostDevice
-from tests.kernels.paged import Batch, batch
+from tests.kernels.paged import Batch, batch, spread_out
 
 ORDERS = [("forward", 1), ("reverse", 1), ("random", 1), ("random", 2), ("random", 3)]
 ROWS = [(1, 1), (5, 5), (16, 16), (75, 5), (33, 33), (32, 15), (130, 17), (100, 1), (64, 64), (65, 32)]
@@ -128,6 +128,13 @@ def test_no_type_or_head_size_touches_anything_outside_the_buffers(dtype: str, k
 def test_no_two_threads_race(dtype: str, kv_dtype: str, head_dim: int) -> None:
     given = batch([(130, 10), (20, 20)], dtype=dtype, kv_dtype=kv_dtype, head_dim=head_dim, kv_heads=1)
     check(given, sanitizer="thread")
+
+
+def test_X8_blocks_past_two_to_the_31_elements() -> None:
+    given = spread_out(batch([(40, 10), (20, 20)]))
+    check(given)
+    found = reference(HostDevice(), given)
+    np.testing.assert_allclose(found, given.attend(), rtol=0, atol=given.tolerance())
 
 
 @pytest.mark.parametrize(("dtype", "head_dim"), [("float32", 80), ("float32", 128), ("bfloat16", 64)])

@@ -11,7 +11,7 @@ from kernels import instances
 from kernels.instances import FP8
 from kernels.launch import CacheRope
 from tests.kernels.hostshim.hostshim import HostDevice
-from tests.kernels.paged import ROUNDOFF, loaded, stored
+from tests.kernels.paged import ROUNDOFF, loaded, stored, vast
 
 BLOCKS, BLOCK_TOKENS, EPSILON = 7, 16, 1e-6
 FAST = [("float16", "float16", 64), ("bfloat16", FP8, 128), ("float32", "float32", 80)]
@@ -88,12 +88,15 @@ def expected(given: Step, norm: bool, rope: bool) -> tuple[np.ndarray, np.ndarra
     return turned[0], turned[1], loaded(given.value, given.dtype)
 
 
-def write(given: Step, norm: bool, rope: bool, **options: object) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Queries [tokens, heads, head_dim], and whole key and value caches, in float64; NaN where nothing was written."""
+def write(
+    given: Step, norm: bool, rope: bool, caches: list[np.ndarray] | None = None, **options: object
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Queries [tokens, heads, head_dim] in float64, and whole key and value caches; NaN where nothing was written."""
     device = HostDevice(**options)  # type: ignore[arg-type]
     head_dim, kv_heads = given.key.shape[2], given.key.shape[1]
     out = stored(np.full(given.query.shape, np.nan), given.dtype)
-    caches = [stored(np.full((BLOCKS, kv_heads, BLOCK_TOKENS, head_dim), np.nan), given.kv_dtype) for _ in range(2)]
+    shape = (BLOCKS, kv_heads, BLOCK_TOKENS, head_dim)
+    caches = caches or [stored(np.full(shape, np.nan), given.kv_dtype) for _ in range(2)]
     call = CacheRope(device, dtype=given.dtype, kv_dtype=given.kv_dtype, head_dim=head_dim)
     norms, scales = [each.copy() for each in given.norms], [each.copy() for each in given.scales]
     call.params.set(
@@ -124,7 +127,7 @@ def write(given: Step, norm: bool, rope: bool, **options: object) -> tuple[np.nd
     if given.kv_dtype == FP8:
         call.params.set(key_scales=device.pointer(scales[0]), value_scales=device.pointer(scales[1]))
     call(5)
-    return loaded(out, given.dtype), loaded(caches[0], given.kv_dtype), loaded(caches[1], given.kv_dtype)
+    return loaded(out, given.dtype), *caches
 
 
 def check(given: Step, *, norm: bool = True, rope: bool = True, **options: object) -> None:
@@ -139,6 +142,7 @@ def check(given: Step, *, norm: bool = True, rope: bool = True, **options: objec
         lines = np.full((BLOCKS * BLOCK_TOKENS, *right.shape[1:]), np.nan)
         written = given.places >= 0
         lines[given.places[written]] = (right / scales[:, None])[written]
+        cache = loaded(cache, given.kv_dtype)
         right_cache = lines.reshape(BLOCKS, BLOCK_TOKENS, *right.shape[1:]).swapaxes(1, 2)
         np.testing.assert_allclose(cache, right_cache, equal_nan=True, **near)
 
@@ -165,6 +169,18 @@ def test_rope_of_a_part_of_the_dimensions(rotary_dim: int) -> None:
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (16, 16), (33, 1)])
 def test_any_number_of_heads(heads: int, kv_heads: int) -> None:
     check(step(heads=heads, kv_heads=kv_heads))
+
+
+def test_X8_places_past_two_to_the_31_elements() -> None:
+    given = step()
+    blocks = (1 << 31) // given.key[0].size // BLOCK_TOKENS + 10
+    given.places = given.places + np.where(given.places >= 0, (blocks - BLOCKS) * BLOCK_TOKENS, 0)
+    caches = [vast(blocks, (given.key.shape[1], BLOCK_TOKENS, given.key.shape[2])) for _ in range(2)]
+    write(given, False, False, caches)
+    for cache, right in zip(caches, (given.key, given.value), strict=True):
+        for token in (0, 1, 2, 4):
+            block, offset = divmod(int(given.places[token]), BLOCK_TOKENS)
+            np.testing.assert_array_equal(cache[block, :, offset], right[token])
 
 
 def test_nothing_outside_the_buffers_is_touched() -> None:
