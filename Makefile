@@ -73,6 +73,6 @@ gpu-check: ## check the kernels on a GPU (not written yet)
 		"--device cpu alone" >&2; exit 1
 
 clean: ## remove .venv, generated stubs and caches; fetched models stay
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis clients/node/node_modules
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis clients/node/node_modules
 	find proto/triptych -name '*_pb2*.py*' -delete
 	find services kernels loadtest tests proto clients -name __pycache__ -type d -prune -exec rm -rf {} +
