@@ -61,45 +61,46 @@ struct PrefillParams {  // attn_prefill, attn_reference
 };
 
 struct CacheParams {  // cache_rope
-  const void* query;          // [tokens, heads, head_dim] before rope
-  const void* key;            // [tokens, kv_heads, head_dim] before rope
+  const void* query;          // [tokens, heads, head_dim] before norm and rope
+  const void* key;            // [tokens, kv_heads, head_dim] before norm and rope
   const void* value;          // [tokens, kv_heads, head_dim]
-  void* query_out;            // [tokens, heads, head_dim]
+  void* query_out;            // [tokens, heads, head_dim]; may be `query`
   void* keys;
   void* values;
-  const i64* places;          // [tokens] block * block_tokens + offset; negative: the token is not written
-  const float* cos;           // [tokens, rotary_dim / 2]; null: no rope
+  const i64* places;          // [tokens] block * block_tokens + offset; negative: key and value are not written
+  const i64* positions;       // [tokens]; null: 0, 1, 2, ...
+  const float* cos;           // [positions, rotary_dim / 2]; not read with inv_freq
   const float* sin;
-  const float* query_norm;    // [head_dim] weights of the RMSNorm before rope; null: none
-  const float* key_norm;
+  const float* inv_freq;      // [rotary_dim / 2] angle = position * inv_freq, in float32; null: cos and sin are read
+  const void* query_norm;     // [head_dim] weights of the RMSNorm before rope; null: none
+  const void* key_norm;
   const float* key_scales;    // [kv_heads] of fp8 keys, null: 1
   const float* value_scales;
   i64 query_stride;           // of a token
   i64 key_stride;
   i64 value_stride;
   i64 query_out_stride;
+  i64 angle_stride;           // of a position in cos and sin
   i64 block_stride;           // of keys and of values
   i64 head_stride;
-  int tokens;
+  int tokens;                 // of the grid
   int heads;
   int kv_heads;
   int block_tokens;
-  int rotary_dim;             // the first of a head's dimensions, i turned with i + rotary_dim / 2; a multiple of 16
+  int rotary_dim;             // the first of a head's dimensions, i turned with i + rotary_dim / 2; 0: no rope
+  float rope_factor;          // of cos and sin that are made from inv_freq
+  float norm_offset;          // added to the norms' weights: 1 where a family stores them around 0
   float epsilon;              // of the norms
 };
 
-struct SampleParams {  // sample_rows
-  int* out;                   // [rows] ids; -1 where none can be drawn: NaN or +infinity, or every id is masked
-  const void* logits;         // [rows, vocab]
-  const unsigned* masks;      // [lines, mask_stride] bit id % 32 of word id / 32 allows an id
-  const int* mask_rows;       // [rows] a row's line in `masks`, negative: all are allowed; null: so for every row
-  const float* temperatures;  // [rows] 0: the likeliest id
-  const int* top_k;           // [rows] 0: off
-  const float* top_p;         // [rows] 1: off
-  const float* min_p;         // [rows] 0: off
-  const i64* seeds;           // [rows] 64 bits
-  const i64* positions;       // [rows] of the draw, counting output ids from 0
+struct SamplingParams {  // sampling
+  const void* logits;         // [rows, vocab or more]
+  const void* rows;           // [rows] a SamplingRow each, see kernels/sampling.py
+  const unsigned* masks;      // [mask rows, mask_stride] bit id % 32 of word id / 32: the id is allowed
+  i64* token_ids;             // [rows] what was drawn; 0 where it failed
+  int* failed;                // [rows] 1: no id could be drawn (NaN or +infinity among the logits, or none is allowed)
+  unsigned* kept;             // [rows, words] as in masks, of random rows: what mask and filters left; null: not told
   i64 logits_stride;          // of a row
-  i64 mask_stride;            // of a line
-  int vocab;
+  i64 mask_stride;            // in words
+  int vocab;                  // at most 2^19
 };
