@@ -96,21 +96,29 @@ def prefill(architecture: Architecture, dtype: str, kv_dtype: str, head_dim: int
     return Instance("attn_prefill.cu", name, "PrefillParams", 128, shared)
 
 
-def cache_rope(dtype: str, kv_dtype: str, head_dim: int) -> Instance:
-    """Norm, rope and the write of keys and values."""
-    name = f"cache_rope<{_C_TYPES[dtype]}, {_C_TYPES[kv_dtype]}, {head_dim}>"
-    return Instance("cache_rope.cu", name, "CacheParams", 128)
-
-
-def sample(dtype: str) -> Instance:
-    """Draws ids from logits of `dtype`."""
-    shared = 256 * (8 + 4) + 16 * (8 + 4) + 4 + 4 + 8
-    return Instance("sampling.cu", f"sample_rows<{_C_TYPES[dtype]}>", "SampleParams", 512, shared)
-
-
 def reference(dtype: str, head_dim: int) -> Instance:
     """Attention of any number of new tokens, slowly."""
     return Instance("attn_reference.cu", f"attn_reference<{_C_TYPES[dtype]}, {head_dim}>", "PrefillParams", 32)
+
+
+def cache_rope(dtype: str, kv_dtype: str, head_dim: int) -> Instance:
+    """Norm and rope of queries and keys, and the write into the cache."""
+    chunks = head_dim * _BYTES[dtype] // 16
+    lanes = next(lanes for lanes in (8, 16, 32) if lanes >= min(chunks, 32))
+    name = f"cache_rope<{_C_TYPES[dtype]}, {_C_TYPES[kv_dtype]}, {head_dim}>"
+    return Instance("cache_rope.cu", name, "CacheParams", 128, 128 // lanes * head_dim * 4)
+
+
+def heads_a_block(instance: Instance, head_dim: int) -> int:
+    """Heads of tokens that a block of `cache_rope` does: each has its own piece of shared memory."""
+    return instance.shared_bytes // (head_dim * 4)
+
+
+def sampling(dtype: str, threads: int = 1024) -> Instance:
+    """Draws the next ids from logits in `dtype`, a block a row."""
+    warps, sums = threads // 32, 4
+    shared_bytes = (warps + 1) * sums * 8 + threads * 16 + 16
+    return Instance("sampling.cu", f"sampling<{_C_TYPES[dtype]}, {threads}>", "SamplingParams", threads, shared_bytes)
 
 
 def every_instance(architecture: Architecture) -> Iterator[Instance]:
@@ -125,6 +133,6 @@ def every_instance(architecture: Architecture) -> Iterator[Instance]:
     for dtype in (*DTYPES, "float32"):
         for head_dim in HEAD_DIMS:
             yield reference(dtype, head_dim)
-        yield sample(dtype)
+        yield sampling(dtype)
     for head_dim in HEAD_DIMS:
         yield cache_rope("float32", "float32", head_dim)

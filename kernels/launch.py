@@ -109,58 +109,13 @@ class Reference:
         self._device.launch(self.attend, (heads, tokens, 1), self.params)
 
 
-class CacheRope:
-    """Norm and rope of new queries and keys, and writing keys and values into their blocks."""
-
-    def __init__(self, device: Device, *, dtype: str, kv_dtype: str, head_dim: int) -> None:
-        if (dtype, kv_dtype) != ("float32", "float32") or head_dim not in instances.HEAD_DIMS:
-            _check_types(device, dtype, kv_dtype, head_dim)
-        self._device = device
-        self._units = 32 // (head_dim // 8) * 4
-        self._head_dim = head_dim
-        self.write = instances.cache_rope(dtype, kv_dtype, head_dim)
-        self.params = Params("CacheParams")
-
-    def __call__(self, tokens: int) -> None:
-        """All that is new in a step."""
-        heads, kv_heads, rotary_dim = (int(self.params.get(name)) for name in ("heads", "kv_heads", "rotary_dim"))
-        if self.params.get("cos") and (rotary_dim % 16 or not 0 < rotary_dim <= self._head_dim):
-            raise ValueError(f"rotary_dim is {rotary_dim}: a multiple of 16, at most {self._head_dim}")
-        _check_alignment(self.params)
-        units = heads + 2 * kv_heads
-        self._device.launch(self.write, (tokens, -(-units // self._units), 1), self.params)
-
-
-class Sample:
-    """Draws the next id of each row."""
-
-    def __init__(self, device: Device, *, dtype: str) -> None:
-        if dtype not in (*instances.DTYPES, "float32"):
-            raise ValueError(f"no sampling kernel for logits of {dtype}")
-        self._device = device
-        self.draw = instances.sample(dtype)
-        self.params = Params("SampleParams")
-
-    def __call__(self, rows: int) -> None:
-        """Of `rows` rows of logits."""
-        self._device.launch(self.draw, (rows, 1, 1), self.params)
-
-
 def _check_heads(heads: int, group: int) -> None:
     if group < 1 or heads < group or heads % group:
         raise ValueError(f"{heads} query heads in groups of {group}: the group must divide the heads")
 
 
-_ALIGNED = ("query", "key", "value", "keys", "values", "out", "query_out")
-_STRIDES = (
-    "out_stride",
-    "query_stride",
-    "key_stride",
-    "value_stride",
-    "query_out_stride",
-    "block_stride",
-    "head_stride",
-)
+_ALIGNED = ("query", "keys", "values", "out")
+_STRIDES = ("out_stride", "query_stride", "block_stride", "head_stride")
 
 
 def _check_alignment(params: Params) -> None:

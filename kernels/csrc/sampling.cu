@@ -1,256 +1,428 @@
-// Draws the next id of a row: grammar mask, temperature, top-k, top-p, min-p, then the inverse of the cumulative
-// distribution at one number that seed and position give (Philox4x32-10, Salmon et al. 2011), as the CPU sampler does.
+// Draws the next id of a row, a block a row: mask, temperature, top-k, top-p, min-p, inverse of the cumulative sum at a
+// Philox number; or the likeliest id. Says the same as services/executor/sampler.py, in another way:
 //
-//   grid (rows); a warp owns a stretch of the vocabulary.
+//   An id weighs round(2^44 * e^((score - top score) / temperature)), a whole number, so that sums are exact: they do not
+//   depend on the order of threads, and the CPU and every card make the same ones. Temperature's arithmetic is in float64,
+//   with operations that IEEE 754 rounds one way only.
 //
-// Weights are integers, 2^-40 of the largest one: sums of integers are the same in any order, so a row's id does not
-// depend on how threads take turns. Each filter keeps a first part of the ids in order of falling score, the lower id
-// first among equals, so a row comes down to a score and how many ids that have it are kept. That score is found by
-// radix selection, eight bits of it a pass.
+//   Ids stand in order of falling score, the lower id first among equals; top-k and top-p both keep a first part of that
+//   order, which its last id (a Cut) says. That id is found by narrowing a range of scores, three pivots a pass over the
+//   row, until so few ids lie in it that each can count those before it (pivots in place of a sort: Qin et al. 2025,
+//   "FlashInfer"). A uniform number then picks an id in the order of ids, by sums over parts of parts of the row.
 #include "common.cuh"
 #include "params.cuh"
 
-constexpr int SAMPLE_WARPS = 16;
-constexpr int SAMPLE_THREADS = 32 * SAMPLE_WARPS;
-constexpr float ONE = 1099511627776.f;  // 2^40
-
 typedef unsigned long long u64;
 
+enum Kind : int { IDLE = 0, GREEDY = 1, RANDOM = 2 };
+
+struct SamplingRow {  // as kernels/sampling.py packs it
+  double log2_a_score;  // log2(e) / temperature
+  double top_p;         // 1 or more: off
+  double least_log2;    // log2(min_p); -infinity: off
+  u64 seed;
+  u64 position;         // of the draw among the row's output ids
+  int top_k;            // 0 or less: off
+  int mask_row;         // line of `masks`; negative: none
+  int kind;             // a Kind; an IDLE row writes nothing
+  int unused;
+};
+static_assert(sizeof(SamplingRow) == 56, "kernels/sampling.py packs 56 bytes");
+
+constexpr int WEIGHT_BITS = 44;    // of the likeliest id; 2^19 ids then sum to less than 2^64
+constexpr int PIVOTS = 3;
+constexpr int COUNT_BITS = 21;     // PIVOTS counts of ids share a 64-bit word
+constexpr int BATCH = 4;           // ids that a thread has loads in flight for
+constexpr float LOWEST = -3.402823466e38f;
+
+// ---- scores as ordered integers ----------------------------------------------------------------------------------
+
+constexpr u32 KEY_OF_NOTHING = 0x007fffff;  // -infinity: an id that is not there
+
+// Larger for a larger score; -0 and +0 are equal.
+__device__ __forceinline__ u32 key_of(float score) {
+  const float x = score == 0 ? 0.f : score;
+  const u32 bits = *reinterpret_cast<const u32*>(&x);
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+__device__ __forceinline__ float score_of(u32 key) {
+  const u32 bits = key >> 31 ? key & 0x7fffffffu : ~key;
+  return *reinterpret_cast<const float*>(&bits);
+}
+
+// ---- a block's sums ----------------------------------------------------------------------------------------------
+
+template <int THREADS>
 struct Shared {
-  u64 bin_weights[256];
-  u32 bin_counts[256];
-  u64 of_warps[SAMPLE_WARPS];
-  u32 equals_of_warps[SAMPLE_WARPS];
-  u32 digit;
-  u32 above_count;
-  u64 above_weight;
+  u64 parts[THREADS / 32][PIVOTS + 1];
+  u64 whole[PIVOTS + 1];
+  u64 weights[THREADS];  // of ids that were gathered
+  u32 keys[THREADS];
+  int ids[THREADS];
+  u32 gathered;
+  u32 cut_key;
+  int cut_id;
 };
 
-// The ids kept: scores above `key`, and the first `room` of those equal to it.
+struct Add {
+  __device__ __forceinline__ u64 operator()(u64 a, u64 b) const { return a + b; }
+};
+struct Most {
+  __device__ __forceinline__ u64 operator()(u64 a, u64 b) const { return a > b ? a : b; }
+};
+
+template <typename Op>
+__device__ __forceinline__ u64 over_warp(u64 value, const Op& op) {
+#pragma unroll
+  for (int other = 16; other > 0; other /= 2) value = op(value, __shfl_xor_sync(ALL_LANES, value, other));
+  return value;
+}
+
+// Every thread's values together, told to all. 0 must be neutral.
+template <int N, int THREADS, typename Op>
+__device__ __forceinline__ void over_block(u64 (&values)[N], Shared<THREADS>& shared, const Op& op) {
+  static_assert(N <= PIVOTS + 1, "shared memory has room for PIVOTS + 1");
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    const u64 sum = over_warp(values[i], op);
+    if (lane == 0) shared.parts[warp][i] = sum;
+  }
+  __syncthreads();
+  if (warp == 0) {
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      const u64 sum = over_warp(lane < THREADS / 32 ? shared.parts[lane][i] : 0, op);
+      if (lane == 0) shared.whole[i] = sum;
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < N; i++) values[i] = shared.whole[i];
+}
+
+// ---- a row -------------------------------------------------------------------------------------------------------
+
+template <typename T, int THREADS>
+struct Row {
+  const T* logits;
+  const u32* mask;  // bit id % 32 of word id / 32 is set where the id is allowed; null: all are
+  int vocab;
+  double log2_a_score;
+  float top = 0;  // the highest score
+
+  __device__ __forceinline__ bool allowed(int id) const { return !mask || (mask[id / 32] >> (id % 32) & 1); }
+
+  // Calls use(id, logit) for the ids of [begin, end) that are this thread's, those of a warp next to one another.
+  template <typename Use>
+  __device__ __forceinline__ void each_logit(int begin, int end, const Use& use) const {
+    for (int first = begin + threadIdx.x % 32; first < end; first += 32 * BATCH) {
+      float logits_of_batch[BATCH];
+#pragma unroll
+      for (int i = 0; i < BATCH; i++) logits_of_batch[i] = to_float(logits[min(first + i * 32, end - 1)]);
+#pragma unroll
+      for (int i = 0; i < BATCH; i++) {
+        if (first + i * 32 < end) use(first + i * 32, logits_of_batch[i]);
+      }
+    }
+  }
+
+  // [begin, end) of a warp's part when [begin, end) is cut into equal parts of whole words of the mask.
+  static __device__ __forceinline__ int part_of(int begin, int end) {
+    return ceil_div(end - begin, THREADS) * 32;
+  }
+
+  // use(id, score) for all ids of the row, each by one thread; a masked id's score is -infinity.
+  template <typename Use>
+  __device__ __forceinline__ void each(const Use& use) const {
+    const int part = part_of(0, vocab), begin = threadIdx.x / 32 * part;
+    each_logit(begin, min(begin + part, vocab),
+               [&](int id, float logit) { use(id, allowed(id) ? logit : score_of(KEY_OF_NOTHING)); });
+  }
+
+  // log2 of how likely an id is beside the likeliest.
+  __device__ __forceinline__ double log2_share(float score) const {
+    return (static_cast<double>(score) - static_cast<double>(top)) * log2_a_score;
+  }
+
+  __device__ __forceinline__ u64 weight(float score) const {
+    const double lead = static_cast<double>(score) - static_cast<double>(top);
+    const double log2 = lead * log2_a_score;
+    if (!(log2 > -WEIGHT_BITS - 2)) return 0;
+    const double whole = rint(log2);
+    const double x = fma(lead, log2_a_score, -whole);  // in [-1/2, 1/2]; fma by name, or compilers differ
+    double power = 2.5678435993488196e-11;             // 2^x: ln(2)^n / n!, n from 12 down
+    power = fma(power, x, 4.44553827187081e-10);
+    power = fma(power, x, 7.054911620801121e-09);
+    power = fma(power, x, 1.0178086009239696e-07);
+    power = fma(power, x, 1.3215486790144305e-06);
+    power = fma(power, x, 1.5252733804059838e-05);
+    power = fma(power, x, 0.00015403530393381606);
+    power = fma(power, x, 0.0013333558146428441);
+    power = fma(power, x, 0.009618129107628477);
+    power = fma(power, x, 0.055504108664821576);
+    power = fma(power, x, 0.2402265069591007);
+    power = fma(power, x, 0.6931471805599453);
+    power = fma(power, x, 1.0);
+    const u64 scale_bits = static_cast<u64>(1023 + WEIGHT_BITS + static_cast<int>(whole)) << 52;
+    return static_cast<u64>(rint(power * *reinterpret_cast<const double*>(&scale_bits)));
+  }
+};
+
+// ---- the first part of the order that is kept --------------------------------------------------------------------
+
 struct Cut {
   u32 key;
-  u64 room;
-};
-
-// Falls and rises with x; NaN above all.
-__device__ __forceinline__ u32 order_of(float x) {
-  if (x != x) return 0xffffffffu;
-  x += 0.f;  // -0 is 0
-  const u32 bits = *reinterpret_cast<const u32*>(&x);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-template <typename T>
-struct SampleRow {
-  const T* logits;
-  const u32* mask;  // null: all ids are allowed
-  int vocab;
-  float best;       // the largest score
-  float sharpness;  // log2(e) / temperature
-
-  __device__ __forceinline__ float score(int id) const {
-    if (mask && !(mask[id / 32] >> id % 32 & 1)) return -INFINITY;
-    return to_float(logits[id]);
-  }
-  __device__ __forceinline__ u64 weight(float score) const {
-    const float below = score - best;  // 0 apart: 0 * infinity is NaN when the temperature is tiny
-    return below == 0 ? static_cast<u64>(ONE) : static_cast<u64>(fast_exp2(below * sharpness) * ONE);
+  int id;
+  __device__ __forceinline__ bool keeps(u32 other_key, int other_id) const {
+    return other_key > key || (other_key == key && other_id <= id);
   }
 };
 
-__device__ __forceinline__ u64 warp_sum(u64 x) {
+// Ids with low < key <= high. Those above weigh `above`, less than the goal; those above `low` the goal or more.
+struct Bracket {
+  u32 low, high, inside;
+  u64 above;
+};
+
+// Two pivots divide the scores, the third divides the float numbers there are, so that the range halves at least.
+__device__ __forceinline__ void choose(const Bracket& bracket, u32 (&pivots)[PIVOTS]) {
+  const double low = fmaxf(score_of(bracket.low), LOWEST), high = score_of(bracket.high);
 #pragma unroll
-  for (int bits = 16; bits > 0; bits /= 2) x += __shfl_xor_sync(ALL_LANES, x, bits);
-  return x;
+  for (int i = 0; i < PIVOTS; i++) {
+    const float between = static_cast<float>(low + (high - low) * (i + 1) / PIVOTS);
+    const u32 pivot = i < PIVOTS - 1 ? key_of(between) : bracket.low + (bracket.high - bracket.low) / 2;
+    pivots[i] = min(max(pivot, bracket.low + 1), bracket.high - 1);
+  }
 }
 
-// Sum over this lane and those below.
-__device__ __forceinline__ u64 sum_up_to_here(u64 x, int lane) {
-#pragma unroll
-  for (int by = 1; by < 32; by *= 2) {
-    const u64 lower = __shfl_sync(ALL_LANES, x, max(lane - by, 0));
-    if (lane >= by) x += lower;
-  }
-  return x;
-}
-
-// The best score, the lowest id that has it in the low half.
-template <typename T>
-__device__ u64 find_best(const SampleRow<T>& row, Shared& shared) {
-  u64 best = 0;
-  for (int id = threadIdx.x; id < row.vocab; id += SAMPLE_THREADS) {
-    const float raw = to_float(row.logits[id]);
-    const u64 mine = static_cast<u64>(order_of(raw != raw ? raw : row.score(id))) << 32 | (0xffffffffu - id);
-    best = max(best, mine);
-  }
-#pragma unroll
-  for (int bits = 16; bits > 0; bits /= 2) best = max(best, __shfl_xor_sync(ALL_LANES, best, bits));
-  if (threadIdx.x % 32 == 0) shared.of_warps[threadIdx.x / 32] = best;
-  __syncthreads();
-  for (int w = 0; w < SAMPLE_WARPS; w++) best = max(best, shared.of_warps[w]);
-  __syncthreads();
-  return best;
-}
-
-// The bin, from the highest down, at which counts (or weights) reach `target`; warp 0 alone.
-__device__ __forceinline__ void choose_digit(Shared& shared, bool by_weight, u64 target) {
-  const int lane = threadIdx.x;
-  u64 counts = 0, weights = 0;
-#pragma unroll
-  for (int i = 0; i < 8; i++) {
-    counts += shared.bin_counts[255 - lane * 8 - i];
-    weights += shared.bin_weights[255 - lane * 8 - i];
-  }
-  u64 count = shared.above_count + sum_up_to_here(counts, lane) - counts;
-  u64 weight = shared.above_weight + sum_up_to_here(weights, lane) - weights;
-  const bool reaches = (by_weight ? weight + weights : count + counts) >= target;
-  const u32 lanes = __ballot_sync(ALL_LANES, reaches);
-  const int chosen = lanes ? __ffs(lanes) - 1 : 31;
-  __syncwarp();
-  if (lane != chosen) return;
-  int bin = 255 - lane * 8;
-  for (int i = 0; i < 7; i++) {
-    const u64 more_count = count + shared.bin_counts[bin], more_weight = weight + shared.bin_weights[bin];
-    if ((by_weight ? more_weight : more_count) >= target) break;
-    count = more_count;
-    weight = more_weight;
-    bin--;
-  }
-  shared.digit = bin;
-  shared.above_count = count;
-  shared.above_weight = weight;
-}
-
-// The highest score at which as many ids (or as much weight) as `target` are kept.
-template <typename T>
-__device__ Cut select(const SampleRow<T>& row, Shared& shared, bool by_weight, u64 target) {
-  u32 key = 0;
-  if (threadIdx.x == 0) shared.above_count = shared.above_weight = 0;
-  for (int shift = 24; shift >= 0; shift -= 8) {
-    for (int bin = threadIdx.x; bin < 256; bin += SAMPLE_THREADS) shared.bin_counts[bin] = shared.bin_weights[bin] = 0;
+// First id, in the order of ids, up to which the row's measure(id, score) sums to goal_of(whole sum) or more.
+template <typename T, int THREADS, typename Measure, typename Goal>
+__device__ int find(const Row<T, THREADS>& row, Shared<THREADS>& shared, const Measure& measure, const Goal& goal_of) {
+  constexpr int WARPS = THREADS / 32;
+  static_assert(WARPS > 1, "one part of a row is the row");
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  auto measure_logit = [&](int id, float logit) {
+    return measure(id, row.allowed(id) ? logit : score_of(KEY_OF_NOTHING));
+  };
+  int begin = 0, end = row.vocab;
+  u64 goal = 0;
+  for (bool is_whole = true;; is_whole = false) {
+    const int part = row.part_of(begin, end), mine = min(begin + warp * part, end);
+    u64 sum = 0;
+    row.each_logit(mine, min(mine + part, end), [&](int id, float logit) { sum += measure_logit(id, logit); });
+    sum = over_warp(sum, Add());
+    if (lane == 0) shared.parts[warp][0] = sum;
     __syncthreads();
-    for (int id = threadIdx.x; id < row.vocab; id += SAMPLE_THREADS) {
-      const float score = row.score(id);
-      const u32 order = order_of(score);
-      if (shift < 24 && order >> (shift + 8) != key >> (shift + 8)) continue;
-      atomicAdd(&shared.bin_counts[order >> shift & 255], 1u);
-      atomicAdd(&shared.bin_weights[order >> shift & 255], row.weight(score));
+    if (is_whole) {
+      u64 whole = 0;
+      for (int w = 0; w < WARPS; w++) whole += shared.parts[w][0];
+      goal = goal_of(whole);
     }
-    __syncthreads();
-    if (threadIdx.x < 32) choose_digit(shared, by_weight, target);
-    __syncthreads();
-    key |= shared.digit << shift;
+    int chosen = 0;
+    while (chosen < WARPS - 1 && shared.parts[chosen][0] < goal) goal -= shared.parts[chosen++][0];
+    __syncthreads();  // everybody has read the sums
+    begin += chosen * part;
+    end = min(begin + part, row.vocab);
+    if (part == 32) break;
   }
-  u64 room = target - shared.above_count;
-  if (by_weight) {
-    const u64 count = shared.bin_counts[key & 255], weight = shared.bin_weights[key & 255];
-    const u64 each = count ? weight / count : 0, missing = target - shared.above_weight;
-    room = each ? (missing + each - 1) / each : count;
+  const int id = begin + lane;
+  u64 sum = id < end ? measure_logit(id, to_float(row.logits[id])) : 0;
+#pragma unroll
+  for (int back = 1; back < 32; back *= 2) {
+    const u64 other = __shfl_sync(ALL_LANES, sum, max(lane - back, 0));
+    if (lane >= back) sum += other;
   }
+  const u32 reached = __ballot_sync(ALL_LANES, sum >= goal);
+  int first = 0;
+  while (first < 31 && !(reached >> first & 1)) first++;
+  return begin + first;
+}
+
+// The id, in falling order of score, at which the sum of weights reaches the goal; with `counts`, the number of ids.
+template <typename T, int THREADS>
+__device__ Cut cut_at(const Row<T, THREADS>& row, Shared<THREADS>& shared, bool counts, u64 goal, Bracket bracket) {
+  auto measure = [&](float score) { return counts ? 1 : row.weight(score); };
+  while (bracket.inside > THREADS && bracket.high - bracket.low > 1) {
+    u32 pivots[PIVOTS];
+    choose(bracket, pivots);
+    u64 found[PIVOTS + 1] = {};  // measures above each pivot within the bracket, and counts
+    row.each([&](int, float score) {
+      const u32 key = key_of(score);
+      if (key <= bracket.low || key > bracket.high) return;
+      const u64 size = measure(score);
+#pragma unroll
+      for (int i = 0; i < PIVOTS; i++) {
+        if (key > pivots[i]) {
+          found[i] += size;
+          found[PIVOTS] += 1ull << (i * COUNT_BITS);
+        }
+      }
+    });
+    over_block(found, shared, Add());
+    const Bracket before = bracket;
+    u32 above_low = before.inside, above_high = 0;
+#pragma unroll
+    for (int i = 0; i < PIVOTS; i++) {
+      const u32 count = found[PIVOTS] >> (i * COUNT_BITS) & ((1u << COUNT_BITS) - 1);
+      if (before.above + found[i] >= goal) {
+        if (pivots[i] > bracket.low) {
+          bracket.low = pivots[i];
+          above_low = count;
+        }
+      } else if (pivots[i] < bracket.high) {
+        bracket.high = pivots[i];
+        bracket.above = before.above + found[i];
+        above_high = count;
+      }
+    }
+    bracket.inside = above_low - above_high;
+  }
+  if (bracket.inside > THREADS) {  // many ids with one score: so many of them, from the lowest id on
+    const u64 size = measure(score_of(bracket.high));
+    const u64 wanted = (goal - bracket.above + size - 1) / size;
+    const int id = find(
+        row, shared, [&](int, float score) -> u64 { return key_of(score) == bracket.high; }, [&](u64) { return wanted; });
+    return {bracket.high, id};
+  }
+  if (threadIdx.x == 0) shared.gathered = 0;
   __syncthreads();
-  return {key, max(room, static_cast<u64>(1))};
-}
-
-__device__ __forceinline__ Cut stricter(Cut a, Cut b) {
-  return a.key > b.key || (a.key == b.key && a.room < b.room) ? a : b;
-}
-
-// Walks the calling warp's stretch of the vocabulary: visit(id, weight, 0 where not kept) with all lanes at a time.
-template <typename T, typename Visit>
-__device__ __forceinline__ void walk(const SampleRow<T>& row, Cut cut, float min_p, u64 equals_before, Visit visit) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int each = ceil_div(ceil_div(row.vocab, SAMPLE_WARPS), 32) * 32;
-  const int end = min(row.vocab, (warp + 1) * each);
-  for (int first = warp * each; first < end; first += 32) {
-    const int id = first + lane;
-    const float score = id < end ? row.score(id) : -INFINITY;
-    const u32 order = order_of(score);
-    const bool equal = id < end && order == cut.key;
-    const u32 equals = __ballot_sync(ALL_LANES, equal);
-    const u64 rank = equals_before + __popc(equals & ((1u << lane) - 1));
-    equals_before += __popc(equals);
-    const u64 weight = id < end ? row.weight(score) : 0;
-    const bool kept = (order > cut.key || (equal && rank < cut.room)) && static_cast<float>(weight) >= min_p * ONE;
-    if (!visit(id, kept ? weight : 0, __popc(equals))) return;
-  }
-}
-
-// Weight that is kept in the stretch of each warp, into of_warps. Returns the sum.
-template <typename T>
-__device__ u64 sum_kept(const SampleRow<T>& row, Shared& shared, Cut cut, float min_p, u64& equals_before) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  u32 equals = 0;
-  walk(row, cut, min_p, 0, [&](int, u64, int more) { return equals += more, true; });
-  if (lane == 0) shared.equals_of_warps[warp] = equals;
-  __syncthreads();
-  equals_before = 0;
-  for (int w = 0; w < warp; w++) equals_before += shared.equals_of_warps[w];
-  u64 mine = 0;
-  walk(row, cut, min_p, equals_before, [&](int, u64 weight, int) { return mine += weight, true; });
-  mine = warp_sum(mine);
-  if (lane == 0) shared.of_warps[warp] = mine;
-  __syncthreads();
-  u64 total = 0;
-  for (int w = 0; w < SAMPLE_WARPS; w++) total += shared.of_warps[w];
-  return total;
-}
-
-// 53 random bits of (seed, position), at the top of the word: services/executor/noise.py.
-__device__ __forceinline__ u64 noise(u64 seed, u64 position) {
-  u32 c0 = static_cast<u32>(position), c1 = static_cast<u32>(position >> 32), c2 = 0, c3 = 0;
-  u32 k0 = static_cast<u32>(seed), k1 = static_cast<u32>(seed >> 32);
-  for (int round = 0; round < 10; round++) {
-    const u64 p0 = static_cast<u64>(c0) * 0xD2511F53u, p1 = static_cast<u64>(c2) * 0xCD9E8D57u;
-    const u32 next0 = static_cast<u32>(p1 >> 32) ^ c1 ^ k0, next2 = static_cast<u32>(p0 >> 32) ^ c3 ^ k1;
-    c0 = next0;
-    c1 = static_cast<u32>(p1);
-    c2 = next2;
-    c3 = static_cast<u32>(p0);
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
-  }
-  return (static_cast<u64>(c0 >> 5) << 26 | c1 >> 6) << 11;
-}
-
-template <typename T>
-__global__ void __launch_bounds__(SAMPLE_THREADS) sample_rows(const SampleParams p) {
-  DYNAMIC_SHARED(memory);
-  Shared& shared = *reinterpret_cast<Shared*>(memory);
-  const int r = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int mask = p.mask_rows ? p.mask_rows[r] : -1;
-  SampleRow<T> row{static_cast<const T*>(p.logits) + r * p.logits_stride,
-                   mask >= 0 ? p.masks + mask * p.mask_stride : nullptr, p.vocab, 0, 0};
-  const u64 best = find_best(row, shared);
-  const u32 highest = static_cast<u32>(best >> 32);
-  const int best_id = static_cast<int>(0xffffffffu - static_cast<u32>(best));
-  const bool failed = highest >= order_of(INFINITY) || highest <= order_of(-INFINITY);
-  const float temperature = p.temperatures[r];
-  if (failed || temperature <= 0) {
-    if (threadIdx.x == 0) p.out[r] = failed ? -1 : best_id;
-    return;
-  }
-  row.best = row.score(best_id);
-  row.sharpness = LOG2_E / temperature;
-
-  Cut cut{0, ~0ull};
-  u64 equals_before = 0;
-  if (p.top_k[r] > 0 && p.top_k[r] < p.vocab) cut = select(row, shared, false, p.top_k[r]);
-  if (p.top_p[r] < 1) {
-    const u64 left = sum_kept(row, shared, cut, 0.f, equals_before);
-    const u64 target = static_cast<u64>(static_cast<double>(p.top_p[r]) * static_cast<double>(left));
-    __syncthreads();
-    cut = stricter(cut, select(row, shared, true, min(max(target, static_cast<u64>(1)), left)));
-  }
-  const u64 total = sum_kept(row, shared, cut, p.min_p[r], equals_before);
-  const u64 target = __umul64hi(noise(p.seeds[r], p.positions[r]), total);  // floor(uniform * total)
-  u64 before = 0;
-  for (int w = 0; w < warp; w++) before += shared.of_warps[w];
-  if (target < before || target - before >= shared.of_warps[warp]) return;
-  walk(row, cut, p.min_p[r], equals_before, [&](int id, u64 weight, int) {
-    const u64 here = before + sum_up_to_here(weight, lane);
-    const u32 passed = __ballot_sync(ALL_LANES, here > target);
-    before = __shfl_sync(ALL_LANES, here, 31);
-    if (passed && lane == __ffs(passed) - 1) p.out[r] = id;
-    return passed == 0;
+  row.each([&](int id, float score) {
+    const u32 key = key_of(score);
+    if (key <= bracket.low || key > bracket.high) return;
+    const u32 slot = atomicAdd(&shared.gathered, 1u);
+    shared.keys[slot] = key;
+    shared.ids[slot] = id;
+    shared.weights[slot] = measure(score);
   });
+  __syncthreads();
+  const int mine = threadIdx.x;
+  if (mine < static_cast<int>(bracket.inside)) {
+    const Cut at = {shared.keys[mine], shared.ids[mine]};
+    u64 sum = bracket.above;
+    for (u32 other = 0; other < bracket.inside; other++) {
+      if (at.keeps(shared.keys[other], shared.ids[other])) sum += shared.weights[other];
+    }
+    if (sum >= goal && sum - shared.weights[mine] < goal) {
+      shared.cut_key = at.key;
+      shared.cut_id = at.id;
+    }
+  }
+  __syncthreads();
+  return {shared.cut_key, shared.cut_id};
+}
+
+// ---- noise -------------------------------------------------------------------------------------------------------
+
+// 53 random bits: Philox4x32-10 (Salmon et al. 2011) keyed by the seed, at the counter (position, 0, 0); see
+// services/executor/noise.py.
+__device__ __forceinline__ u64 noise(u64 seed, u64 position) {
+  u32 key0 = static_cast<u32>(seed), key1 = static_cast<u32>(seed >> 32);
+  u32 c0 = static_cast<u32>(position), c1 = static_cast<u32>(position >> 32), c2 = 0, c3 = 0;
+#pragma unroll
+  for (int round = 0; round < 10; round++) {
+    const u64 product0 = c0 * 0xD2511F53ull, product1 = c2 * 0xCD9E8D57ull;
+    c0 = static_cast<u32>(product1 >> 32) ^ c1 ^ key0;
+    c2 = static_cast<u32>(product0 >> 32) ^ c3 ^ key1;
+    c1 = static_cast<u32>(product1);
+    c3 = static_cast<u32>(product0);
+    key0 += 0x9E3779B9u;
+    key1 += 0xBB67AE85u;
+  }
+  return static_cast<u64>(c0 >> 5) << 26 | c1 >> 6;
+}
+
+// floor(bits * 2^-53 * whole)
+__device__ __forceinline__ u64 scaled(u64 bits, u64 whole) {
+  const u64 a = bits << 11, low = (a & 0xffffffffu) * (whole & 0xffffffffu);
+  const u64 cross = (a >> 32) * (whole & 0xffffffffu) + (low >> 32);
+  const u64 other = (a & 0xffffffffu) * (whole >> 32) + (cross & 0xffffffffu);
+  return (a >> 32) * (whole >> 32) + (cross >> 32) + (other >> 32);
+}
+
+// ---- the kernel --------------------------------------------------------------------------------------------------
+
+template <typename T, int THREADS>
+__device__ int draw(Row<T, THREADS>& row, Shared<THREADS>& shared, const SamplingRow& how, u32 lowest, u32 present,
+                    u32* kept) {
+  const u32 highest = key_of(row.top);
+  Cut cut = {KEY_OF_NOTHING, -1};  // all that are there
+#pragma unroll 1  // one copy of cut_at, which is most of the kernel's code
+  for (int filter = 0; filter < 2; filter++) {
+    const bool is_top_k = filter == 0;
+    u64 goal = how.top_k;
+    Bracket bracket = {lowest - 1, highest, present, 0};
+    if (is_top_k) {
+      if (how.top_k <= 0 || how.top_k >= static_cast<i64>(present)) continue;
+    } else {
+      if (how.top_p >= 1) continue;
+      // What weighs nothing need not be looked at; with a power of two to spare, since this division is rounded too.
+      const double far = static_cast<double>(row.top) - (WEIGHT_BITS + 3) / how.log2_a_score;
+      const u32 weightless = key_of(static_cast<float>(fmax(far, static_cast<double>(LOWEST))));
+      bracket.low = max(max(cut.key, lowest), weightless) - 1;
+      u64 left[2] = {};
+      row.each([&](int id, float score) {
+        const u32 key = key_of(score);
+        if (cut.keeps(key, id)) left[0] += row.weight(score);
+        left[1] += key > bracket.low;
+      });
+      over_block(left, shared, Add());
+      goal = static_cast<u64>(ceil(static_cast<double>(left[0]) * how.top_p));
+      goal = min(max(goal, static_cast<u64>(1)), left[0]);
+      bracket.inside = static_cast<u32>(left[1]);
+    }
+    cut = cut_at(row, shared, is_top_k, goal, bracket);
+  }
+  auto stays = [&](int id, float score) {
+    return cut.keeps(key_of(score), id) && row.log2_share(score) >= how.least_log2;
+  };
+  if (kept) {
+    const int words = ceil_div(row.vocab, 32);
+    for (int word = threadIdx.x / 32; word < words; word += THREADS / 32) {
+      const int id = word * 32 + threadIdx.x % 32;
+      const bool is_there = id < row.vocab && row.allowed(id) && stays(id, to_float(row.logits[id]));
+      const u32 bits = __ballot_sync(ALL_LANES, is_there);
+      if (threadIdx.x % 32 == 0) kept[word] = bits;
+    }
+  }
+  const u64 bits = noise(how.seed, how.position);
+  return find(
+      row, shared, [&](int id, float score) -> u64 { return stays(id, score) ? row.weight(score) : 0; },
+      [&](u64 whole) { return scaled(bits, whole) + 1; });
+}
+
+// grid (rows)
+template <typename T, int THREADS>
+__global__ void __launch_bounds__(THREADS) sampling(const SamplingParams p) {
+  const SamplingRow how = static_cast<const SamplingRow*>(p.rows)[blockIdx.x];
+  if (how.kind == IDLE) return;
+  DYNAMIC_SHARED(bytes);
+  auto& shared = *reinterpret_cast<Shared<THREADS>*>(bytes);
+  Row<T, THREADS> row = {static_cast<const T*>(p.logits) + blockIdx.x * p.logits_stride,
+                         how.mask_row < 0 ? nullptr : p.masks + how.mask_row * p.mask_stride, p.vocab, how.log2_a_score};
+
+  u64 extremes[2] = {};  // the likeliest id (key, then the complement of the id), the complement of the lowest key
+  u64 counts[2] = {};    // ids that are there; logits that no row may have, masked or not
+  const int part = row.part_of(0, p.vocab), begin = threadIdx.x / 32 * part;
+  row.each_logit(begin, min(begin + part, p.vocab), [&](int id, float logit) {
+    counts[1] += !(logit <= -LOWEST);
+    const u32 key = key_of(logit);
+    if (!row.allowed(id) || key <= KEY_OF_NOTHING) return;
+    counts[0]++;
+    extremes[0] = Most()(extremes[0], static_cast<u64>(key) << 32 | ~static_cast<u32>(id));
+    extremes[1] = Most()(extremes[1], static_cast<u64>(~key));
+  });
+  over_block(extremes, shared, Most());
+  over_block(counts, shared, Add());
+  const bool failed = counts[1] > 0 || counts[0] == 0;
+  int drawn = failed ? 0 : static_cast<int>(~static_cast<u32>(extremes[0]));
+  if (!failed && how.kind == RANDOM) {
+    row.top = score_of(static_cast<u32>(extremes[0] >> 32));
+    u32* kept = p.kept ? p.kept + blockIdx.x * static_cast<i64>(ceil_div(p.vocab, 32)) : nullptr;
+    drawn = draw(row, shared, how, ~static_cast<u32>(extremes[1]), static_cast<u32>(counts[0]), kept);
+  }
+  if (threadIdx.x == 0) {
+    p.token_ids[blockIdx.x] = drawn;
+    p.failed[blockIdx.x] = failed;
+  }
 }

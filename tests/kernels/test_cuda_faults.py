@@ -12,16 +12,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tests.kernels import test_cache_rope_cuda as cache
-from tests.kernels import test_sampling_cuda as sampling
 from tests.kernels.cuda_calls import decode, prefill
 from tests.kernels.hostshim.hostshim import Fault, HostDevice, ShimError
 from tests.kernels.paged import batch
 
 ORDERS = [("forward", 1), ("reverse", 1), ("random", 1), ("random", 2), ("random", 3)]
 
-DECODE, PREFILL, CACHE, SAMPLING = "attn_decode.cu", "attn_prefill.cu", "cache_rope.cu", "sampling.cu"
-SHARED, COMMON = "fragments.cuh", "common.cuh"
+DECODE, PREFILL, SHARED, COMMON = "attn_decode.cu", "attn_prefill.cu", "fragments.cuh", "common.cuh"
 
 FAULTS: list[tuple[str, str, str, str, str]] = [
     # (layer, what is wrong, source, old, new)
@@ -126,24 +123,7 @@ FAULTS: list[tuple[str, str, str, str, str]] = [
         "if (token < end) {",
         "if (table[token / p.block_tokens] >= 0) {",
     ),
-    ("values", "sine of the wrong half", CACHE, "(low ? -other : other)", "(low ? other : -other)"),
-    ("values", "tokens without a place are written", CACHE, "if (place < 0) return;", ""),
-    (
-        "values",
-        "the norm misses the last lane",
-        CACHE,
-        "for (int i = 0; i < LANES; i++) all +=",
-        "for (int i = 0; i < LANES - 1; i++) all +=",
-    ),
-    ("values", "values are turned too", CACHE, "exists && (is_query || is_key)", "exists"),
     ("values", "keys past the context are looked up", DECODE, "if (token >= range.end) return -1;", ""),
-    (
-        "address",
-        "queries stored a head too far",
-        CACHE,
-        "to + static_cast<i64>(head) * HEAD_DIM",
-        "to + static_cast<i64>(head + 1) * HEAD_DIM",
-    ),
     (
         "address",
         "values copied behind the ring",
@@ -151,23 +131,6 @@ FAULTS: list[tuple[str, str, str, str, str]] = [
         "cp_async_16(tile + TILE + key",
         "cp_async_16(tile + 3 * TILE + key",
     ),
-    ("values", "equal scores of other warps forgotten", SAMPLING, "equals_before += shared.equals_of_warps[w];", ""),
-    (
-        "values",
-        "bins read before they are filled",
-        SAMPLING,
-        "__syncthreads();\n    if (threadIdx.x < 32) choose",
-        "if (threadIdx.x < 32) choose",
-    ),
-    ("values", "the number's words swapped", SAMPLING, "c0 >> 5", "c1 >> 5"),
-    (
-        "values",
-        "top-p of all, not of what top-k left",
-        SAMPLING,
-        "shared, cut, 0.f, equals_before)",
-        "shared, {0, ~0ull}, 0.f, equals_before)",
-    ),
-    ("thread", "best scores read before they are written", SAMPLING, "= best;\n  __syncthreads();", "= best;"),
     ("thread", "lanes read each other's copies unordered", DECODE, "__syncwarp();", ""),
     ("thread", "no barrier between tiles", PREFILL, "__syncthreads();  // the tile is there", "// the tile is there"),
     (
@@ -197,27 +160,11 @@ def run_prefill(**options: object) -> tuple[np.ndarray, np.ndarray, float]:
     return np.stack(found), np.stack([given.attend(window=window) for window in (0, 20)]), given.tolerance()
 
 
-def run_cache(**options: object) -> tuple[np.ndarray, np.ndarray, float]:
-    """As its own test: AssertionError where something is wrong."""
-    cache.check(cache.step(), **options)
-    return np.zeros(1), np.zeros(1), 0.0
-
-
-def run_sampling(**options: object) -> tuple[np.ndarray, np.ndarray, float]:
-    """(found, right, 0)"""
-    rows = [sampling.Row(top_k=700, seed=seed) for seed in range(3)] + [sampling.Row(top_k=5, top_p=0.6)]
-    logits = np.repeat(np.linspace(0, 3, 300), 3)[None].repeat(len(rows), axis=0)
-    found = sampling.draw(logits, rows, "float32", None, **options)
-    return found, sampling.draw(logits, rows, "float32", None), 0.0
-
-
 RUNS: dict[str, tuple[Callable[..., tuple[np.ndarray, np.ndarray, float]], ...]] = {
     DECODE: (run_decode,),
     PREFILL: (run_prefill,),
     SHARED: (run_decode, run_prefill),
     COMMON: (run_decode, run_prefill),
-    CACHE: (run_cache,),
-    SAMPLING: (run_sampling,),
 }
 
 
@@ -245,7 +192,7 @@ def verdict(source: str, layer: str, fault: Fault | None) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("layer", ["values", "address", "thread"])
-@pytest.mark.parametrize("source", [DECODE, PREFILL, CACHE, SAMPLING])
+@pytest.mark.parametrize("source", [DECODE, PREFILL])
 def test_without_a_fault_every_layer_is_quiet(source: str, layer: str) -> None:
     assert verdict(source, layer, None) == ""
 
