@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kernels import instances
-from kernels.instances import DTYPES, FP8, HEAD_DIMS, Instance
+from kernels.instances import DTYPES, FP8, FP8_FROM, HEAD_DIMS, Instance
 from kernels.launch import Device
 from kernels.params import Params
 
@@ -26,6 +26,10 @@ class CacheRope:
         if kv_dtype != dtype and (kv_dtype != FP8 or dtype == "float32"):
             raise ValueError(
                 f"no kernel writes {dtype} into a cache in {kv_dtype}: KV can be {dtype} or, of 16 bits, {FP8}"
+            )
+        if kv_dtype == FP8 and device.architecture.capability < FP8_FROM:
+            raise ValueError(
+                f"fp8 KV needs compute capability {FP8_FROM}, the device has {device.architecture.capability}"
             )
         self._device = device
         self._head_dim = head_dim

@@ -253,6 +253,9 @@ def test_what_the_launcher_refuses() -> None:
         CacheRope(device(), dtype="float16", kv_dtype="float16", head_dim=72)
     with pytest.raises(ValueError, match="no kernel writes float32 into a cache in float8_e4m3"):
         CacheRope(device(), dtype="float32", kv_dtype="float8_e4m3", head_dim=64)
+    with pytest.raises(ValueError, match="fp8 KV needs compute capability 89, the device has 80"):
+        old = HostDevice(instances.ARCHITECTURES[80])
+        CacheRope(old, dtype="float16", kv_dtype="float8_e4m3", head_dim=64)
     good = {"rotary_dim": 64, "inv_freq": 1 << 20, "tokens": 1, "heads": 1}
     for field, value, text in (
         ("rotary_dim", 12, "rotary_dim is 12: a multiple of 8"),
