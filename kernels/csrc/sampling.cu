@@ -233,10 +233,7 @@ __device__ int find(const Row<T, THREADS>& row, Shared<THREADS>& shared, const M
     const u64 other = __shfl_sync(ALL_LANES, sum, max(lane - back, 0));
     if (lane >= back) sum += other;
   }
-  const u32 reached = __ballot_sync(ALL_LANES, sum >= goal);
-  int first = 0;
-  while (first < 31 && !(reached >> first & 1)) first++;
-  return begin + first;
+  return begin + __ffs(__ballot_sync(ALL_LANES, sum >= goal)) - 1;
 }
 
 // The id, in falling order of score, at which the sum of weights reaches the goal; with `counts`, the number of ids.
@@ -314,8 +311,8 @@ __device__ Cut cut_at(const Row<T, THREADS>& row, Shared<THREADS>& shared, bool 
 
 // ---- noise -------------------------------------------------------------------------------------------------------
 
-// 53 random bits: Philox4x32-10 (Salmon et al. 2011) keyed by the seed, at the counter (position, 0, 0); see
-// services/executor/noise.py.
+// A number in [0, 1) times 2^64, 53 random bits of it: Philox4x32-10 (Salmon et al. 2011) keyed by the seed, at the
+// counter (position, 0, 0); see services/executor/noise.py.
 __device__ __forceinline__ u64 noise(u64 seed, u64 position) {
   u32 key0 = static_cast<u32>(seed), key1 = static_cast<u32>(seed >> 32);
   u32 c0 = static_cast<u32>(position), c1 = static_cast<u32>(position >> 32), c2 = 0, c3 = 0;
@@ -329,15 +326,7 @@ __device__ __forceinline__ u64 noise(u64 seed, u64 position) {
     key0 += 0x9E3779B9u;
     key1 += 0xBB67AE85u;
   }
-  return static_cast<u64>(c0 >> 5) << 26 | c1 >> 6;
-}
-
-// floor(bits * 2^-53 * whole)
-__device__ __forceinline__ u64 scaled(u64 bits, u64 whole) {
-  const u64 a = bits << 11, low = (a & 0xffffffffu) * (whole & 0xffffffffu);
-  const u64 cross = (a >> 32) * (whole & 0xffffffffu) + (low >> 32);
-  const u64 other = (a & 0xffffffffu) * (whole >> 32) + (cross & 0xffffffffu);
-  return (a >> 32) * (whole >> 32) + (cross >> 32) + (other >> 32);
+  return static_cast<u64>(c0 >> 5) << 37 | static_cast<u64>(c1 >> 6) << 11;
 }
 
 // ---- the kernel --------------------------------------------------------------------------------------------------
@@ -385,10 +374,10 @@ __device__ int draw(Row<T, THREADS>& row, Shared<THREADS>& shared, const Samplin
       if (threadIdx.x % 32 == 0) kept[word] = bits;
     }
   }
-  const u64 bits = noise(how.seed, how.position);
+  const u64 number = noise(how.seed, how.position);
   return find(
       row, shared, [&](int id, float score) -> u64 { return stays(id, score) ? row.weight(score) : 0; },
-      [&](u64 whole) { return scaled(bits, whole) + 1; });
+      [&](u64 whole) { return __umul64hi(number, whole) + 1; });
 }
 
 // grid (rows)

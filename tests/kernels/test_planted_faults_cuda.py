@@ -132,7 +132,7 @@ SAMPLING: dict[str, tuple[str, str, Layer]] = {
     "among equals the higher id": ("other_id <= id", "other_id >= id", ties),
     "-0 below +0": ("score == 0 ? 0.f : score", "score", ties),
     "one id less of equals": ("(goal - bracket.above + size - 1) / size", "(goal - bracket.above) / size", ties),
-    "half of the numbers": ("a = bits << 11", "a = bits << 10", draws),
+    "half of the numbers": ("<< 37 |", "<< 36 |", draws),
     "another generator": ("key0 += 0x9E3779B9u", "key0 += 0x9E3779B1u", draws),
     "positions of 32 bits": ("static_cast<u32>(position >> 32)", "0", draws),
     "NaN is drawn from": ("!(logit <= -LOWEST)", "logit > -LOWEST", draws),
