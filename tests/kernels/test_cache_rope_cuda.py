@@ -128,7 +128,7 @@ def test_angles_of_far_positions(position: int) -> None:
     check(made, run(device(), made))
 
 
-def test_offsets_beyond_2_31() -> None:
+def test_X8_offsets_past_two_to_the_31_elements() -> None:
     check_far_offsets(device())
 
 

@@ -35,7 +35,7 @@ def check(wanted: Iterable[Instance], capability: int) -> None:
 
 
 def test_one_instance_of_each_kernel_has_a_ceiling() -> None:
-    kernels = {"attn_decode", "attn_decode_reduce", "attn_prefill", "attn_reference", "cache_rope", "sample_rows"}
+    kernels = {"attn_decode", "attn_decode_reduce", "attn_prefill", "attn_reference", "cache_rope", "sampling"}
     for capability in (*register_ceilings.PART, register_ceilings.WHOLE):
         gated = list(register_ceilings.of_each_kernel(capability))
         assert {instance.name.partition("<")[0] for instance in gated} == kernels

@@ -276,7 +276,7 @@ def test_extreme_logits_and_temperatures() -> None:
     assert kept[3].sum() == 1, "the largest is far ahead at any temperature that is allowed"
 
 
-def test_offsets_beyond_2_31() -> None:
+def test_X8_offsets_past_two_to_the_31_elements() -> None:
     """Rows of logits and of masks that lie 2^31 elements apart; memory is only taken where it is touched."""
     vocab, stride = 64, (1 << 31) + 64
     logits, masks = untouched(stride + vocab, np.float32), untouched(stride + 2, np.uint32)
