@@ -18,7 +18,7 @@ override PROMPT := $(value PROMPT)# so that a dollar sign in a question stays on
 export PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help install model run test test-slow test-tools lint bench gpu-check clean
+.PHONY: help install model run test test-slow test-tools lint bench kernels gpu-check clean
 
 help: ## list the tasks
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,10 +65,14 @@ bench: model ## run every benchmark, redraw docs/bench_*.svg
 		echo "== $$file"; $(BIN)/python -m "loadtest.$$name" $$plot || exit; \
 	done
 
-gpu-check: ## check the kernels on a GPU (none yet)
-	@echo "nothing to check: the CUDA kernels are not written yet, the executor serves --device cpu alone" >&2; exit 1
+kernels: install ## compile the CUDA kernels into build/kernels (no GPU needed)
+	$(BIN)/python -m kernels.build --out build/kernels
+
+gpu-check: ## check the kernels on a GPU (not written yet)
+	@echo "no check to run yet: the CUDA kernels are tested on the CPU alone (docs/kernels.md), the executor serves" \
+		"--device cpu alone" >&2; exit 1
 
 clean: ## remove .venv, generated stubs and caches; fetched models stay
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis clients/node/node_modules
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis clients/node/node_modules
 	find proto/triptych -name '*_pb2*.py*' -delete
 	find services kernels loadtest tests proto clients -name __pycache__ -type d -prune -exec rm -rf {} +
