@@ -18,7 +18,7 @@ override PROMPT := $(value PROMPT)# so that a dollar sign in a question stays on
 export PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help install model run test test-slow test-tools lint bench kernels gpu-check clean
+.PHONY: help install model run test test-slow compiler test-tools lint bench kernels gpu-check clean
 
 help: ## list the tasks
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,11 +39,15 @@ model: install ## fetch the embedded model, SmolLM2-135M-Instruct, into the cach
 run: model ## serve the embedded model, answer PROMPT="...", serve on until Ctrl-C
 	@exec $(BIN)/triptych up --prompt "$$PROMPT" $(ARGS)
 
-test: lint model ## lint, and all tests but the slow ones
+test: lint model compiler ## lint, and all tests but the slow ones
 	$(BIN)/pytest -m "not slow" --case-table
 
-test-slow: lint model test-tools ## lint, and all tests
+test-slow: lint model compiler test-tools ## lint, and all tests
 	$(BIN)/pytest --case-table
+
+compiler: ## install g++, with which the tests run the CUDA kernels on the CPU (Debian, as root)
+	@command -v g++ >/dev/null || { echo "installing with apt-get: g++"; apt-get update -q && \
+		apt-get install -qy --no-install-recommends g++; }
 
 test-tools: ## install what the slow tests of the Node and Go examples need (Debian, as root)
 	@missing=; for package in $(GO_PACKAGES); do dpkg -s $$package >/dev/null 2>&1 || missing="$$missing $$package"; done; \

@@ -82,7 +82,7 @@ async def test_sampled_ids_are_those_of_one_rank(tiny: Path) -> None:
 
 
 async def test_prompt_scores_are_those_of_the_reference(tiny: Path) -> None:
-    requests = [Request(prompt, 3, is_scored=True) for prompt in prompts()]
+    requests = [Request(prompt, 3, scored=0) for prompt in prompts()]
     await finish(tiny, 2, requests)
     check_scores(tiny, prompts(), [list(request.scores.values()) for request in requests])
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kernels.cpu import kv_cache, paged_attention
+from tests.kernels.memory import untouched
 
 # float32 with sums of at most a few hundred terms of size about 1: 1e-5 is some 80 units in the last place.
 TOLERANCE = 1e-5
@@ -334,3 +335,20 @@ def test_offsets_are_64_bit() -> None:
         table[i] = block
     step.keys, step.values = keys, values
     np.testing.assert_allclose(step.attend(), reference(step, whole), atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("rows", [[(40, 1), (3, 1)], [(5, 30)]], ids=["decode", "prefill"])
+def test_X8_blocks_past_two_to_the_31_elements(rows: list[tuple[int, int]]) -> None:
+    near, _ = make(rows)
+    far, _ = make(rows)
+    block = near.values[0].size
+    shift = 2**31 // block
+    for name in ("keys", "values"):
+        small = getattr(far, name)
+        large = untouched((shift + len(small)) * block, np.float32).reshape(-1, *small.shape[1:])
+        large[shift:] = small
+        setattr(far, name, large)
+    far.tables[far.tables >= 0] += shift
+    np.testing.assert_array_equal(far.attend(), near.attend())
+    np.testing.assert_array_equal(far.values[shift:], near.values)
+    assert not far.values[: len(near.values)].any(), "a block was written where a 32-bit offset would point"
