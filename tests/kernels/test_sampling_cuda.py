@@ -13,8 +13,9 @@ import torch
 from kernels import build, instances
 from kernels.sampling import MOST_IDS, Row, Sampling, pack
 from services.executor import noise
-from services.executor.sampler import Sampler, SampleRow
+from services.executor.sampler import Sampler
 from services.executor.sampling_params import SamplingParams
+from tests.executor import sample_rows
 from tests.kernels.hostshim.hostshim import HostDevice, ShimError
 from tests.kernels.memory import untouched
 from tests.kernels.paged import loaded, stored
@@ -85,25 +86,14 @@ def test_ids_are_those_of_the_cpu_sampler_for_the_same_seeds(dtype: str) -> None
 
 
 def cpu_ids(logits: np.ndarray, rows: Sequence[Row]) -> np.ndarray:
-    # The position is part of a row's noise alone, so it can be folded in here: outputs of 2^40 ids are long.
     def params(row: Row) -> SamplingParams:
         return SamplingParams(row.temperature or 0.0, row.top_k, row.top_p, row.min_p, seed=row.seed)
 
-    nothing = np.zeros(0, np.uint32)
-    sample_rows = [_Positioned(params(row), nothing, nothing, row.position) for row in rows]
-    return Sampler(logits.shape[1]).sample(torch.from_numpy(logits), sample_rows).token_ids
-
-
-class _Positioned(SampleRow):
-    """A row at any position, without as many ids of output."""
-
-    def __init__(self, params: SamplingParams, prompt: np.ndarray, output: np.ndarray, position: int) -> None:
-        super().__init__(params, prompt, output)
-        object.__setattr__(self, "_position", position)
-
-    @property
-    def position(self) -> int:
-        return int(self._position)  # type: ignore[attr-defined]
+    vocab_size = logits.shape[1]
+    made = sample_rows.gathered([sample_rows.row(params(row)) for row in rows], vocab_size)
+    # The position is part of a row's noise alone, so it is laid over: outputs of 2^40 ids are long.
+    placed = replace(made, positions=np.array([row.position for row in rows], np.int64))
+    return Sampler(vocab_size).sample(torch.from_numpy(logits), placed).token_ids
 
 
 @pytest.mark.parametrize("threads", [64, pytest.param(1024, marks=pytest.mark.slow)])
