@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import torch
 from triptych.executor.v1 import executor_pb2 as pb
 from triptych.inference.v1 import generation_pb2
 
@@ -50,16 +51,13 @@ class Turn:
         self._executor = executor
         self._threads = threads
         self._step = 0
-        import torch  # not before services.executor, which says how torch's threads wait
-
-        self._set_torch_threads = torch.set_num_threads
         settings = Settings(_ROW_BLOCKS * BLOCK_TOKENS, BLOCK_TOKENS, STREAMS, PREFILL_TOKENS)
         self.vocab_size = executor.load(settings, torch.float32, "", lambda progress: None).vocab_size
         executor.allocate(_BLOCKS)
 
     def seconds(self) -> dict[str, list[float]]:
         """Of each step, by the name of its work."""
-        self._set_torch_threads(self._threads)
+        torch.set_num_threads(self._threads)
         paged_attention.set_num_threads(self._threads)
         return {
             "prefill": [self._prefill(0, PREFILL_TOKENS) for _ in range(2)],

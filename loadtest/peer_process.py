@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from services.executor import THREAD_WAITS
+
 STOP_S = 10.0
 READ_S = 1.0
 KEPT_LINES = 15
@@ -34,7 +36,12 @@ class PeerProcess:
 @asynccontextmanager
 async def running(command: Sequence[str], environment: Mapping[str, str], *, pipe: bool) -> AsyncIterator[PeerProcess]:
     """`pipe`: stdin and stdout are the caller's."""
-    inherited = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    inherited = {
+        key: value
+        for key, value in os.environ.items()
+        # A peer's threads wait as its own makers have it, or as the caller says.
+        if key not in ("PYTHONPATH", "VIRTUAL_ENV") and THREAD_WAITS.get(key) != value
+    }
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.PIPE if pipe else asyncio.subprocess.DEVNULL,
