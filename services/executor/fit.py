@@ -15,7 +15,6 @@ from services.executor import architecture, loader, memory, wire
 from services.executor.attention import selection
 from services.executor.attention.contract import Needs
 from services.executor.config import ExecutorConfig
-from services.executor.executor import Executor
 from services.executor.ranks.division import Shard
 
 
@@ -49,7 +48,6 @@ def fit(path: Path, engine: pb.EngineConfig, config: ExecutorConfig) -> Fit:
     call = _load_call(engine, config.tp_size)
     shape = architecture.figures(architecture.read(path))
     threads = memory.compute_threads(config.threads, ranks=config.tp_size)
-    Executor(path, threads=threads.count)
     available, ranks = memory.available_bytes(), config.tp_size
     shards = [Shard(rank, ranks, available // ranks) for rank in range(ranks)] if ranks > 1 else [None]
     rank_weight_bytes = [loader.weight_bytes(path, call.dtype, shard) for shard in shards]

@@ -6,7 +6,7 @@ model's head in pieces of at most PIECE_BYTES of float32 logits, whatever reques
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 
 from services.executor.batch import ScoredSpan
 from services.executor.logprobs import Logprobs
-from services.executor.plan import PromptScores
+from services.executor.plan import Int64s, PromptScores
 
 PIECE_BYTES = 16 << 20
 """Of float32 logits."""
@@ -33,17 +33,16 @@ class Scored:
 
 def score(spans: Sequence[ScoredSpan], hidden: torch.Tensor, head: Head, vocab_size: int) -> Scored:
     """`hidden` is [tokens, hidden], of the step's flat batch. Ranks count ids below `vocab_size` alone."""
-    tokens = np.concatenate([span.first_token + np.arange(len(span.token_ids)) for span in spans])
     wanted = np.concatenate([span.token_ids for span in spans])
     tops = np.concatenate([np.full(len(span.token_ids), span.top) for span in spans])
-    size = piece_rows(vocab_size)
-    pieces, bad_pieces = [], []
-    for at in range(0, len(tokens), size):
-        which = slice(at, at + size)
-        logits = head(hidden[torch.from_numpy(tokens[which])])[:, :vocab_size].float().numpy()
-        pieces.append(Logprobs.of(logits, wanted[which], tops[which]))
+    found, bad_pieces, at = [], [], 0
+    for tokens in pieces(spans, vocab_size):
+        which = slice(at, at + len(tokens))
+        logits = head(hidden[torch.from_numpy(tokens)])[:, :vocab_size].float().numpy()
+        found.append(Logprobs.of(logits, wanted[which], tops[which]))
         bad_pieces.append(~np.isfinite(logits.max(axis=1)))
-    logprobs, bad = Logprobs.joined(pieces), np.concatenate(bad_pieces)
+        at += len(tokens)
+    logprobs, bad = Logprobs.joined(found), np.concatenate(bad_pieces)
     scores, failed, at = [], [], 0
     for span in spans:
         stop = at + len(span.token_ids)
@@ -55,6 +54,9 @@ def score(spans: Sequence[ScoredSpan], hidden: torch.Tensor, head: Head, vocab_s
     return Scored(tuple(scores), tuple(failed))
 
 
-def piece_rows(vocab_size: int) -> int:
-    """Rows whose logits are made at once."""
-    return max(1, PIECE_BYTES // (4 * vocab_size))
+def pieces(spans: Sequence[ScoredSpan], vocab_size: int) -> Iterator[Int64s]:
+    """Tokens of the flat batch [rows], span after span, whose logits are made at once; the same on every rank."""
+    tokens = np.concatenate([span.first_token + np.arange(len(span.token_ids)) for span in spans])
+    rows = max(1, PIECE_BYTES // (4 * vocab_size))
+    for at in range(0, len(tokens), rows):
+        yield tokens[at : at + rows]

@@ -138,8 +138,10 @@ class Model:
         return min(wanted, facts.max_in_flight)
 
     def fingerprint(self, facts: ExecutorFacts) -> str:
-        """Equal fingerprints, equal ids: SHA-256 over weights, tokenizer, dtypes."""
-        parts = (facts.weights_hash, self.tokenizer_hash, facts.dtype, facts.kv_dtype)
+        """Equal fingerprints, equal ids: SHA-256 over weights, tokenizer, dtypes, and ranks, whose sums round apart."""
+        parts = [facts.weights_hash, self.tokenizer_hash, facts.dtype, facts.kv_dtype]
+        if self.config.tp_size > 1:
+            parts.append(f"tp {self.config.tp_size}")
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def hello(self, facts: ExecutorFacts, limits: Limits) -> engine_pb2.EngineHello:

@@ -85,7 +85,8 @@ async def test_scores_do_not_depend_on_how_the_head_is_cut_into_pieces(
     asked = prompts(65, 30, 2)
     whole = await scored(tiny, asked)
     monkeypatch.setattr(scorer, "PIECE_BYTES", 5 * 4 * VOCAB)
-    assert scorer.piece_rows(VOCAB) == 5
+    span = ScoredSpan(slot=0, start=1, first_token=3, token_ids=np.zeros(12, np.int64))
+    assert [tokens.tolist() for tokens in scorer.pieces([span], VOCAB)] == [[*range(3, 8)], [*range(8, 13)], [13, 14]]
     cut = await scored(tiny, asked)
     check_scores(tiny, asked, cut)
     for one, other in zip(whole, cut, strict=True):
@@ -105,7 +106,7 @@ def test_the_logits_of_a_long_prompt_never_exist_at_once() -> None:
     assert sum(rows) == 200 and max(rows) * vocab * 4 <= scorer.PIECE_BYTES
     np.testing.assert_allclose(told.scores[0].logprobs.own, -np.log(vocab), rtol=1e-6)
     assert set(told.scores[0].logprobs.ranks.tolist()) == {1}
-    assert scorer.piece_rows(1 << 30) == 1
+    assert [len(tokens) for tokens in scorer.pieces([span], 1 << 30)] == [1] * 200
 
 
 def test_padding_of_the_head_counts_neither_in_probability_nor_in_rank() -> None:

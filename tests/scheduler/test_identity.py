@@ -76,8 +76,9 @@ def test_the_dtype_of_keys_and_values_goes_to_the_executor(
     assert (model.engine_config().kv_dtype, model.engine_config().dtype) == (asked, executor_pb2.D_TYPE_UNSPECIFIED)
 
 
-def test_engines_that_keep_keys_and_values_otherwise_have_another_fingerprint(tmp_path: Path) -> None:
-    model = Model.read(SchedulerConfig(model=str(write_model(tmp_path))))
+def test_engines_whose_ids_may_differ_have_another_fingerprint(tmp_path: Path) -> None:
+    path = str(write_model(tmp_path))
+    model, divided = (Model.read(SchedulerConfig(model=path, tp_size=size)) for size in (1, 2))
     facts = ExecutorFacts(
         device="cpu",
         version=1,
@@ -92,6 +93,7 @@ def test_engines_that_keep_keys_and_values_otherwise_have_another_fingerprint(tm
     )
     kinds = ("float32", "bfloat16", "int8")
     assert len({model.fingerprint(replace(facts, kv_dtype=kind)) for kind in kinds}) == len(kinds)
+    assert divided.fingerprint(facts) != model.fingerprint(facts), "sums over ranks round otherwise"
 
 
 @pytest.mark.parametrize("reserve", [129, 9999])

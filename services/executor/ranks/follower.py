@@ -25,7 +25,7 @@ from services.executor.ranks.group import Group
 from services.executor.ranks.messages import AbandonedError, Channel, Kind, to_column
 from services.executor.sampler import Masks, Sampled, Sampler
 from services.executor.sampling_columns import SampleRows
-from services.executor.scorer import Head, Scored, piece_rows
+from services.executor.scorer import Head, Scored, pieces
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +78,7 @@ class Follower:
             self._load(**json.loads(body))
         elif kind == Kind.UNLOAD:
             self._executor = self._fresh()
+            self._channel.send(Kind.DONE)
         elif kind == Kind.ALLOCATE:
             blocks = json.loads(body)
             self._executor.grant_kv(blocks["kv_bytes"])
@@ -120,9 +121,8 @@ class Follower:
 
     def _score(self, spans: Sequence[ScoredSpan], hidden: torch.Tensor, head: Head, vocab_size: int) -> Scored:
         """Computes this rank's part of the logits, and hears what rank 0 made of them."""
-        tokens = torch.cat([span.first_token + torch.arange(len(span.token_ids)) for span in spans])
-        for piece in torch.split(tokens, piece_rows(vocab_size)):
-            head(hidden[piece])
+        for tokens in pieces(spans, vocab_size):
+            head(hidden[torch.from_numpy(tokens)])
         failed = to_column(self._channel.expect(Kind.FAILED_SLOTS))
         return Scored(failed_slots=tuple(failed.tolist()))
 

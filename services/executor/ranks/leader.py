@@ -142,6 +142,7 @@ class LeadingExecutor(Executor):
                 refused.append(str(error))
         self.unload()
         self._peers.tell(Kind.UNLOAD)
+        self._peers.answers()
         raise _RefusedError("; ".join(refused))
 
     def _load_shard(

@@ -25,6 +25,7 @@ class Kind(IntEnum):
     LOAD = 1
     """JSON: how the model is served. Answered by LOADED or REFUSED."""
     UNLOAD = 2
+    """Answered by DONE, once the memory is free."""
     ALLOCATE = 3
     """JSON: num_blocks, kv_bytes. Answered by DONE."""
     PLAN = 4
