@@ -54,17 +54,18 @@ def fingerprint() -> str:
     return digest.hexdigest()
 
 
-def compile_cubin(source: str, names: Sequence[str], capability: int) -> Cubin:
-    """`source` is a file name in csrc, `names` the instances to make of it."""
+def compile_cubin(
+    source: str, names: Sequence[str], capability: int, using: nvrtc.Toolkit | None = None, sources: Path = SOURCES
+) -> Cubin:
+    """`source` is a file name in `sources`, `names` the instances to make of it; `using`: else nvrtc.toolkit()."""
     options = [
         f"-arch=sm_{capability}",
         "-std=c++17",
         "-default-device",
         "--ptxas-options=-v",
         f"-I{SOURCES}",
-        f"-I{nvrtc.headers()}",
     ]
-    made = nvrtc.compile_source((SOURCES / source).read_text(), source, names, options)
+    made = nvrtc.compile_source((sources / source).read_text(), source, names, options, using)
     report = {match["name"]: match for match in _REPORT.finditer(made.log)}
     resources = {}
     for name, lowered in made.lowered.items():

@@ -66,7 +66,7 @@ class Cubins:
         return Code((self.built / found["cubin"]).read_bytes(), found["lowered"]) if found else None
 
     def _entry(self, instance: Instance) -> Path:
-        key = f"{build.fingerprint()} {instance.name} {self.architecture.capability}"
+        key = f"{build.fingerprint()} {instance.name} {self.architecture.capability} {nvrtc.major()}"
         return self.cache / hashlib.sha256(key.encode()).hexdigest()[:32]
 
     def _cached(self, instance: Instance) -> Code | None:

@@ -18,6 +18,8 @@ FP8_FROM = 89
 _C_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", FP8: "__nv_fp8_e4m3"}
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, FP8: 1}
 
+_PROBE_SHARED_BYTES = 3 * 32 * 16
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -121,6 +123,16 @@ def sampling(dtype: str, threads: int = 1024) -> Instance:
     return Instance("sampling.cu", f"sampling<{_C_TYPES[dtype]}, {threads}>", "SamplingParams", threads, shared_bytes)
 
 
+def probes() -> Iterator[Instance]:
+    """Of what the other kernels are made of, one by one: for the check on a card alone."""
+    typed = [
+        f"{kernel}<{_C_TYPES[dtype]}>" for kernel in ("probe_mma", "probe_pair", "probe_fp8_pair") for dtype in DTYPES
+    ]
+    plain = ["probe_ldmatrix", "probe_cp_async", "probe_floats", "probe_fp8", "probe_doubles", "probe_warp"]
+    for name in typed + plain:
+        yield Instance("probes.cu", name, "ProbeParams", 32, _PROBE_SHARED_BYTES)
+
+
 def every_instance(architecture: Architecture) -> Iterator[Instance]:
     """All that `make kernels` builds for an architecture."""
     for dtype in DTYPES:
@@ -136,3 +148,4 @@ def every_instance(architecture: Architecture) -> Iterator[Instance]:
         yield sampling(dtype)
     for head_dim in HEAD_DIMS:
         yield cache_rope("float32", "float32", head_dim)
+    yield from probes()

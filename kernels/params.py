@@ -23,9 +23,11 @@ _FORMATS = {"i64": "q", "int": "i", "float": "f"}
 class Layout:
     """Offsets of a struct's fields, by C's rules of alignment."""
 
-    def __init__(self, fields: dict[str, str]) -> None:
+    def __init__(self, fields: dict[str, str], written: list[str]) -> None:
         self.fields: dict[str, tuple[struct.Struct, int]] = {}
         self.pointers: list[str] = [name for name, code in fields.items() if code == "P"]
+        self.written = written
+        """Pointers to what a kernel may write: those that are not to const."""
         format_ = "@"
         for name, code in fields.items():
             format_ += code
@@ -38,13 +40,15 @@ def layouts() -> dict[str, Layout]:
     """By name of the struct."""
     found = {}
     for name, body in _STRUCT.findall(_HEADER.read_text()):
-        fields = {}
+        fields, written = {}, []
         for line in body.splitlines():
             match = _FIELD.fullmatch(line)
             if match is None:
                 raise ValueError(f"{_HEADER.name}, struct {name}: {line.strip()!r} is not `type name;  // meaning`")
             fields[match["name"]] = "P" if match["type"].endswith("*") else _FORMATS[match["type"].strip()]
-        found[name] = Layout(fields)
+            if match["type"].endswith("*") and not match["type"].startswith("const "):
+                written.append(match["name"])
+        found[name] = Layout(fields, written)
     return found
 
 

@@ -104,3 +104,11 @@ struct SamplingParams {  // sampling
   i64 mask_stride;            // in words
   int vocab;                  // at most 2^19
 };
+
+struct ProbeParams {  // probes.cu says what each of them makes of what
+  const void* a;
+  const void* b;
+  const void* c;
+  void* out;
+  int count;
+};

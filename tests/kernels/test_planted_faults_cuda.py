@@ -14,8 +14,9 @@ from kernels.sampling import Row
 from tests.kernels import cache_rope, sampling
 from tests.kernels.cache_rope import Shape
 from tests.kernels.hostshim.hostshim import Fault, HostDevice, ShimError
+from tests.kernels.sampling import check, mixed_logits, mixed_rows
 from tests.kernels.test_cache_rope_cuda import check_far_offsets
-from tests.kernels.test_sampling_cuda import check, check_neighbouring_floats, check_weights, mixed_logits, mixed_rows
+from tests.kernels.test_sampling_cuda import check_neighbouring_floats, check_weights
 
 pytestmark = pytest.mark.slow
 

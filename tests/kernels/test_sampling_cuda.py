@@ -19,53 +19,9 @@ from tests.executor import sample_rows
 from tests.kernels.hostshim.hostshim import HostDevice, ShimError
 from tests.kernels.memory import untouched
 from tests.kernels.paged import loaded, stored
-from tests.kernels.sampling import UNTOUCHED, Drawn, draw, expected
+from tests.kernels.sampling import UNTOUCHED, check, draw, mixed_logits, mixed_rows
 
 ORDERS = [("forward", 1), ("reverse", 1), ("random", 1), ("random", 2), ("random", 3)]
-FAR = 1e-9
-"""A share of probability far above what float64 and 44-bit weights lose."""
-
-
-def mixed_rows(count: int, vocab: int, seed: int = 0) -> list[Row]:
-    rng = np.random.default_rng(seed)
-    return [
-        Row(
-            float(rng.choice([0.01, 0.3, 1.0, 1.7, 100.0])),
-            int(rng.choice([-1, 0, 1, 7, 50, vocab - 1, vocab, 2 * vocab])),
-            float(rng.choice([1.0, 0.9, 0.5, 0.999, 1e-9])),
-            float(rng.choice([0.0, 0.0, 0.05, 0.3, 1.0])),
-            int(rng.integers(1 << 63)) * 2,
-            int(rng.integers(1 << 40)),
-        )
-        for _ in range(count)
-    ]
-
-
-def mixed_logits(count: int, vocab: int, seed: int = 0) -> np.ndarray:
-    """Smooth ones, ones with many ties, ones with a few far ahead, ones with holes."""
-    rng = np.random.default_rng(seed)
-    logits = (rng.standard_normal((count, vocab)) * 3).astype(np.float32)
-    logits[1::4] = np.round(logits[1::4])
-    logits[2::4, rng.integers(0, vocab, 3)] += 15
-    logits[3::4][rng.random(logits[3::4].shape) < 0.3] = -np.inf
-    logits[3::4, 0] = 0
-    return logits
-
-
-def check(logits: np.ndarray, rows: Sequence[Row], drawn: Drawn, masks: np.ndarray | None = None) -> None:
-    close = 0
-    for at, row in enumerate(rows):
-        mask = None if row.mask_row is None or masks is None else masks[row.mask_row]
-        wanted = expected(logits[at], row, mask)
-        if wanted.slack < FAR:
-            close += 1
-            continue
-        assert (drawn.kept[at] == wanted.kept).all(), (
-            f"row {at}, {row}: {np.flatnonzero(drawn.kept[at] != wanted.kept)}"
-        )
-        assert drawn.ids[at] == wanted.id, f"row {at}, {row}"
-    assert not drawn.failed.any()
-    assert close <= len(rows) // 10, "too few rows say anything"
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 31, 32, 33, 63, 64, 65, 1000, 2049, 4099])

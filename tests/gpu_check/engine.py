@@ -1,0 +1,108 @@
+"""Three processes that serve a model on the card: the ids they stream are the model's, as transformers computes it.
+
+Without a card the same is done with `--device cpu`. Ids are not compared one by one (in 16 bits a near tie may fall
+either way) but judged: each id drawn greedily must be, by transformers' logits in float32 for the ids before it, the
+likeliest to within what the model's type can lose.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.gpu_check.checks import Check, Place, SkippedError
+
+NEW_IDS = 24
+LENGTHS = (1, 5, 16, 17, 100, 300)
+"""Of prompts: around blocks, and longer than a chunk."""
+LOSS = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
+"""How far behind the likeliest an id's logit may lie, as a share of the spread (standard deviation) of all logits."""
+
+
+def checks(place: Place) -> Iterator[Check]:
+    """A random Llama of four layers in each type, and a real checkpoint where one is given."""
+    for dtype in ("float32",) if place.dry else ("float32", "float16", "bfloat16"):
+        yield Check(f"random Llama of 4 layers, {dtype}", lambda dtype=dtype: _random_llama(place, dtype))
+    if place.model is not None:
+        yield Check(f"checkpoint {place.model}", lambda: _served(place, place.model))
+    else:
+        yield Check("a real checkpoint", _no_model)
+
+
+def _no_model() -> str:
+    raise SkippedError("--model PATH names none")
+
+
+def _random_llama(place: Place, dtype: str) -> str:
+    try:
+        from tests.support.checkpoints import tiny_llama
+    except ImportError as error:
+        raise SkippedError(f"{error}") from None
+    with tempfile.TemporaryDirectory() as folder:
+        dims = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2}
+        path = tiny_llama(Path(folder) / "llama", head_dim=64, dtype=dtype, **dims)
+        return _served(place, path)
+
+
+def _served(place: Place, path: Path) -> str:
+    """Starts the three, asks for LENGTHS prompts at once, twice (the second time from the prefix cache), and judges."""
+    try:
+        from tests.support.cluster import running
+    except ImportError as error:
+        raise SkippedError(f"the services cannot run here: {error}") from None
+    config = json.loads((path / "config.json").read_text())
+    rng = np.random.default_rng(3)
+    vocab = int(config.get("text_config", config)["vocab_size"])
+    prompts = [rng.integers(3, min(vocab, 500), length).tolist() for length in LENGTHS]
+    executor = ["--device", "cpu" if place.dry else "cuda"]
+    with tempfile.TemporaryDirectory() as logs, running(path, Path(logs), executor=executor) as cluster:
+        try:
+            first, second = (asyncio.run(_ids(cluster.address, prompts)) for _ in range(2))
+        except Exception as error:
+            raise RuntimeError(f"{error}\n{cluster.log('executor')[-1500:]}") from error
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    worst = max(_behind(place, path, prompts, answers) for answers in (first, second))
+    assert worst <= LOSS[dtype], f"an id lies {worst:.4f} spreads behind the likeliest; {dtype} may lose {LOSS[dtype]}"
+    same = sum(a == b for a, b in zip(first, second, strict=True))
+    return f"{len(prompts)} prompts twice, {same} alike; at worst {worst:.5f} of a spread behind transformers"
+
+
+async def _ids(address: str, prompts: Sequence[list[int]]) -> list[list[int]]:
+    """What the engine appends to each prompt, all at once."""
+    import grpc
+
+    from tests.support import calls
+
+    async with grpc.aio.insecure_channel(address) as channel:
+        requests = [calls.by_ids(ids, calls.greedy(max_tokens=NEW_IDS, ignore_eos=True)) for ids in prompts]
+        answers = await asyncio.gather(*(calls.generate(channel, request, timeout_s=60) for request in requests))
+    return [answer.ids for answer in answers]
+
+
+def _behind(place: Place, path: Path, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> float:
+    """The worst distance of a logit that was chosen from the largest, in spreads of the logits."""
+    import torch
+
+    device = "cpu" if place.dry else "cuda"
+    model = _model(path, device)
+    worst = 0.0
+    for prompt, ids in zip(prompts, answers, strict=True):
+        assert len(ids) == NEW_IDS, f"{len(ids)} ids came back, {NEW_IDS} were asked for"
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + ids[:-1]], device=device)).logits[0, len(prompt) - 1 :].double()
+        chosen = logits.gather(1, torch.tensor(ids, device=device)[:, None])[:, 0]
+        worst = max(worst, float(((logits.amax(1) - chosen) / logits.std(1)).max()))
+    return worst
+
+
+def _model(path: Path, device: str) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device).eval()

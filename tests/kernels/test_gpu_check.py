@@ -1,0 +1,99 @@
+"""The check on a card, run without one: what the shim can do of it, and how it tells what is wrong."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kernels import build, instances
+from kernels.instances import ARCHITECTURES
+from tests.gpu_check import __main__ as gpu_check
+from tests.gpu_check import checks, roofline
+from tests.gpu_check.card import Card
+from tests.kernels.cuda_calls import decode
+from tests.kernels.hostshim.hostshim import Fault, HostDevice
+from tests.kernels.paged import batch
+
+
+def test_a_dry_run_finds_nothing_wrong_and_says_what_it_left_out(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    record = tmp_path / "record.json"
+    stages = ["wrappers", "cases", "graphs", "roofline", "sanitizer"]
+    assert gpu_check.main(["--dry", "--only", *stages, "--json", str(record)]) == 0
+    printed = capsys.readouterr().out
+    assert "skipped a replayed step equals the eager one: a CPU captures no CUDA graph" in printed
+    assert "skipped compute-sanitizer racecheck: it watches a card" in printed
+    outcomes = json.loads(record.read_text())["outcomes"]
+    passed = {stage: sum(one["passed"] is True for one in outcomes if one["stage"] == stage) for stage in stages}
+    assert passed == {"wrappers": 12, "cases": 15, "graphs": 1, "roofline": 0, "sanitizer": 0}
+    kernels = {instance.name.partition("<")[0] for instance in instances.every_instance(ARCHITECTURES[90])}
+    checked = {one["name"].partition(",")[0] for one in outcomes if one["stage"] == "cases"}
+    probed = {kernel for kernel in kernels if kernel.startswith("probe")}
+    assert kernels - probed - {"attn_decode_reduce"} <= checked, "a kernel has no case"  # decode runs its reduce
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_dry_run_serves_a_model_end_to_end(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_check.main(["--dry", "--only", "engine"]) == 0
+    assert "ok      random Llama of 4 layers, float32: 6 prompts twice" in capsys.readouterr().out
+
+
+WINDOW = "p.window > 0 ? max(0, context - p.window)"
+FAULTS = [
+    ("wrappers", Fault("probes.cu", "fast_exp2(a[i])", "fast_exp2(a[i] * 1.0001f)"), "FAILED  ex2.approx"),
+    ("cases", Fault("attn_decode.cu", WINDOW, "max(0, context - 63)"), "FAILED  attn_decode, float16"),
+    ("graphs", Fault("sampling.cu", "if (how.kind == IDLE) return;", ""), "padding was drawn"),
+]
+
+
+@pytest.mark.parametrize(
+    ("stage", "fault", "told"), [FAULTS[0], *(pytest.param(*f, marks=pytest.mark.slow) for f in FAULTS[1:])]
+)
+def test_what_is_wrong_is_told_and_ends_in_status_1(
+    stage: str, fault: Fault, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(checks, "HostDevice", partial(HostDevice, fault=fault))
+    monkeypatch.setattr("tests.gpu_check.cases.SHIM_KEYS", ("float16 float16 64",))
+    assert gpu_check.main(["--dry", "--only", stage]) == 1
+    printed = capsys.readouterr().out
+    assert told in printed and "something is WRONG" in printed
+
+
+def test_no_check_begins_when_the_time_is_up(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_check.main(["--dry", "--only", "wrappers", "--budget-s", "0"]) == 0
+    assert capsys.readouterr().out.count("the time is up") == 12
+
+
+def test_without_a_card_it_says_what_is_missing_and_ends_in_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_check.main([]) == 2
+    assert "install the extra executor-cuda" in capsys.readouterr().err
+
+
+def test_cubins_that_are_missing_stale_or_incomplete_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(gpu_check.NothingToCheckError, match=r"manifest\.sm_90\.json is missing: run `make kernels`"):
+        gpu_check.compiler_of(tmp_path, 90)
+    manifest = build.write_architecture(ARCHITECTURES[90], [instances.decode_reduce("float16", 64)], tmp_path)
+    with pytest.raises(gpu_check.NothingToCheckError, match=r"lacks .* more: run `make kernels` again"):
+        gpu_check.compiler_of(tmp_path, 90)
+    manifest.write_text(manifest.read_text().replace(build.fingerprint(), "0" * 64))
+    with pytest.raises(gpu_check.NothingToCheckError, match="of other kernel sources"):
+        gpu_check.compiler_of(tmp_path, 90)
+
+
+def test_a_card_computes_on_copies_and_carries_back_what_was_written() -> None:
+    given = batch([(33, 1), (70, 1)])
+    card, before = Card(HostDevice(), "cpu"), given.keys.copy()
+    right = decode(HostDevice(), given, splits=2)
+    assert np.array_equal(decode(card, given, splits=2), right)  # type: ignore[arg-type]
+    assert given.keys.tobytes() == before.tobytes()
+
+
+def test_the_tables_columns_are_bound_target_measured_and_share() -> None:
+    assert roofline.Measured("x", 224.0, 295.0, 280.0).cells() == ("x", "224.0", "295.0", "280.0", "80%")
+    assert roofline.Measured("x", None, None, 280.0).cells() == ("x", "-", "-", "280.0", "-")
