@@ -88,14 +88,25 @@ def decode_reduce(dtype: str, head_dim: int) -> Instance:
 
 
 def prefill(architecture: Architecture, dtype: str, kv_dtype: str, head_dim: int) -> Instance:
-    """The most keys a tile, up to 64 (32 for heads of 256), that fit."""
-    for keys in (64, 32, 16) if head_dim <= 128 else (32, 16):
-        queries, ring = 64 * _row_bytes(dtype, head_dim), 4 * keys * _row_bytes(kv_dtype, head_dim)
-        shared = queries + ring + 2 * keys * 8
-        if shared <= architecture.most_shared_bytes:
-            break
-    name = f"attn_prefill<{_C_TYPES[dtype]}, {_C_TYPES[kv_dtype]}, {head_dim}, {keys}>"
-    return Instance("attn_prefill.cu", name, "PrefillParams", 128, shared)
+    """The most keys a tile that let two blocks share a multiprocessor; else the most that fit at all.
+
+    At most 32 where heads are larger than 64: with more, a thread's scores and outputs are too many for its registers.
+    """
+    rows = prefill_rows(head_dim)
+
+    def shared_bytes(keys: int) -> int:
+        return rows * _row_bytes(dtype, head_dim) + 4 * keys * _row_bytes(kv_dtype, head_dim) + 2 * keys * 8
+
+    choices = (64, 32, 16) if head_dim <= 64 else (32, 16)
+    fitting = [keys for keys in choices if shared_bytes(keys) <= architecture.most_shared_bytes]
+    keys = next((keys for keys in fitting if architecture.fitting(shared_bytes(keys)) >= 2), fitting[0])
+    arguments = f"{_C_TYPES[dtype]}, {_C_TYPES[kv_dtype]}, {head_dim}, {keys}, {rows // 64}"
+    return Instance("attn_prefill.cu", f"attn_prefill<{arguments}>", "PrefillParams", 128, shared_bytes(keys))
+
+
+def prefill_rows(head_dim: int) -> int:
+    """Packed (token, head) rows of a block of `prefill`: one or two times 16 a warp, as registers allow."""
+    return 128 if head_dim <= 128 else 64
 
 
 def reference(dtype: str, head_dim: int) -> Instance:

@@ -16,7 +16,6 @@ Grid = tuple[int, int, int]
 
 _QUERY_TILE = 16
 _SPLIT_KEYS = 64
-_PREFILL_ROWS = 64
 _WAVE_EFFICIENCY = 0.85
 
 
@@ -80,6 +79,7 @@ class Prefill:
     def __init__(self, device: Device, *, dtype: str, kv_dtype: str, head_dim: int) -> None:
         _check_types(device, dtype, kv_dtype, head_dim)
         self._device = device
+        self._rows = instances.prefill_rows(head_dim)
         self.attend = instances.prefill(device.architecture, dtype, kv_dtype, head_dim)
         self.params = Params("PrefillParams")
 
@@ -88,7 +88,7 @@ class Prefill:
         rows, heads, group = (int(self.params.get(name)) for name in ("rows", "heads", "group"))
         _check_heads(heads, group)
         _check_alignment(self.params)
-        tiles = -(-most_tokens * group // _PREFILL_ROWS)
+        tiles = -(-most_tokens * group // self._rows)
         self._device.launch(self.attend, (tiles, heads // group, rows), self.params)
 
 

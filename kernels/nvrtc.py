@@ -54,14 +54,15 @@ class Toolkit:
     """Folder of cuda_fp16.h and its like."""
 
 
-def _folder(module: str) -> Path | None:
+def folder(module: str) -> Path | None:
+    """Where a package of NVIDIA's keeps its files, where it is installed."""
     spec = importlib.util.find_spec(module) if importlib.util.find_spec("nvidia") else None
     return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
 
 
 def installed(major: int) -> Toolkit | None:
     """The toolkit of a CUDA version, where both of its packages are there."""
-    compiler, runtime = (_folder(module) for module in _MODULES[major])
+    compiler, runtime = (folder(module) for module in _MODULES[major])
     library = compiler and compiler / "lib" / f"libnvrtc.so.{major}"
     headers = runtime and runtime / "include"
     if not library or not headers or not library.exists() or not (headers / "cuda_fp16.h").exists():

@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1) attn_decode(const DecodeParams 
   }
 
   const ScoreMap score(p.scale * (p.key_scales ? p.key_scales[kv_head] : 1.f), p.cap);
-  Softmax<HEAD_DIM> softmax;
+  Softmax<HEAD_DIM> softmax[1];
   int stage = 0;
   for (int tile = warp; tile < tiles; tile += WARPS) {
     cp_async_wait<STAGES - 2>();
@@ -112,17 +112,20 @@ __global__ void __launch_bounds__(32 * WARPS, 1) attn_decode(const DecodeParams 
       mma_16816<T>(s[0], q[k], b[0], b[1]);
       mma_16816<T>(s[1], q[k], b[2], b[3]);
     }
-    const int first_key = range.begin + tile * TILE_KEYS + lane % 4 * 2;
+    score.apply(s);
+    if (tile == tiles - 1) {  // the only one that may have fewer keys
+      const int first_key = range.begin + tile * TILE_KEYS + lane % 4 * 2;
 #pragma unroll
-    for (int n = 0; n < 2; n++) {
+      for (int n = 0; n < 2; n++) {
 #pragma unroll
-      for (int e = 0; e < 4; e++) {
-        s[n][e] = first_key + n * 8 + (e & 1) < range.end ? score(s[n][e]) : MASKED;
+        for (int e = 0; e < 4; e++) {
+          if (first_key + n * 8 + (e & 1) >= range.end) s[n][e] = MASKED;
+        }
       }
     }
     u32 weights[1][4];
-    softmax.template update<T, 1>(s, weights);
-    F::accumulate(softmax.out, weights[0], k_tile + TILE, lane);
+    softmax[0].template update<T, 1>(s, weights);
+    F::accumulate(softmax, weights, k_tile + TILE, lane);
   }
   cp_async_wait<0>();
   __syncthreads();  // every warp is done with its ring; the same memory now holds what the warps found
@@ -133,15 +136,15 @@ __global__ void __launch_bounds__(32 * WARPS, 1) attn_decode(const DecodeParams 
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const int r = warp * 16 + lane / 4 + 8 * h;
-    const float sum = row_sum(softmax.sum[h]);
+    const float sum = row_sum(softmax[0].sum[h]);
     if (lane % 4 == 0) {
-      maxima[r] = softmax.max[h];
+      maxima[r] = softmax[0].max[h];
       sums[r] = sum;
     }
 #pragma unroll
     for (int n = 0; n < HEAD_DIM / 8; n++) {
-      outs[r * HEAD_DIM + F::out_column(lane, n, 0)] = softmax.out[n][2 * h];
-      outs[r * HEAD_DIM + F::out_column(lane, n, 1)] = softmax.out[n][2 * h + 1];
+      outs[r * HEAD_DIM + F::out_column(lane, n, 0)] = softmax[0].out[n][2 * h];
+      outs[r * HEAD_DIM + F::out_column(lane, n, 1)] = softmax[0].out[n][2 * h + 1];
     }
   }
   __syncthreads();

@@ -71,6 +71,9 @@ struct ScoreMap {
   __device__ __forceinline__ ScoreMap(float scale_, float cap_)
       : scale(cap_ > 0 ? scale_ : scale_ * LOG2_E), cap(cap_ * LOG2_E), twice_over_cap(cap_ > 0 ? 2 * LOG2_E / cap_ : 0) {}
   __device__ __forceinline__ float operator()(float dot) const;
+  // Of many at once: one branch on the cap, which all of a launch take alike.
+  template <int N>
+  __device__ __forceinline__ void apply(float (&dots)[N][4]) const;
 };
 
 // ---- assembly ----------------------------------------------------------------------------------------------------
@@ -135,6 +138,17 @@ __device__ __forceinline__ float ScoreMap::operator()(float dot) const {
   const float score = dot * scale;
   if (cap == 0) return score;
   return cap - fast_divide(2 * cap, 1 + fast_exp2(score * twice_over_cap));
+}
+
+template <int N>
+__device__ __forceinline__ void ScoreMap::apply(float (&dots)[N][4]) const {
+#pragma unroll
+  for (int i = 0; i < 4 * N; i++) dots[i / 4][i % 4] *= scale;
+  if (cap == 0) return;
+#pragma unroll
+  for (int i = 0; i < 4 * N; i++) {
+    dots[i / 4][i % 4] = cap - fast_divide(2 * cap, 1 + fast_exp2(dots[i / 4][i % 4] * twice_over_cap));
+  }
 }
 
 // Largest value of, and sum over, the four lanes that share a row of an mma accumulator.

@@ -11,6 +11,9 @@ struct TileRow {
   static_assert(HEAD_DIM % 16 == 0, "an mma takes 16 dimensions");
 };
 
+template <int HEAD_DIM>
+struct Softmax;
+
 template <typename T, typename KV, int HEAD_DIM>
 struct Fragments;
 
@@ -23,19 +26,27 @@ struct Fragments<T, T, HEAD_DIM> : TileRow<T, HEAD_DIM> {
   // Dimension of element e of a lane's pair in output tile n.
   static __device__ __forceinline__ int out_column(int lane, int n, int e) { return n * 8 + lane % 4 * 2 + e; }
 
+  // 16 rows of queries x 16 dimensions from dimension 16k on, out of shared memory.
+  static __device__ __forceinline__ void load_queries(u32 (&a)[4], const T* rows, int lane, int k) {
+    ldmatrix_x4(a, rows + lane % 16 * ROW + k * 16 + lane / 16 * 8);
+  }
   // 16 keys x 16 dimensions from dimension 16k on: b[0], b[1] for keys 0..7, b[2], b[3] for keys 8..15.
   static __device__ __forceinline__ void load_keys(u32 (&b)[4], const T* tile, int lane, int k) {
     ldmatrix_x4(b, tile + (lane % 8 + lane / 16 * 8) * ROW + k * 16 + lane / 8 % 2 * 8);
   }
-  // out[HEAD_DIM / 8 tiles] += weights[16 rows][16 keys] * values[16 keys][HEAD_DIM].
-  static __device__ __forceinline__ void accumulate(float (&out)[HEAD_DIM / 8][4], const u32 (&weights)[4],
+  // Of each TILE of 16 rows: out[16 rows][HEAD_DIM] += weights[16 rows][16 keys] * values[16 keys][HEAD_DIM].
+  template <int TILES>
+  static __device__ __forceinline__ void accumulate(Softmax<HEAD_DIM> (&rows)[TILES], const u32 (&weights)[TILES][4],
                                                     const T* tile, int lane) {
 #pragma unroll
     for (int d = 0; d < HEAD_DIM / 16; d++) {
       u32 b[4];
       ldmatrix_x4_transposed(b, tile + lane % 16 * ROW + d * 16 + lane / 16 * 8);
-      mma_16816<T>(out[2 * d], weights, b[0], b[1]);
-      mma_16816<T>(out[2 * d + 1], weights, b[2], b[3]);
+#pragma unroll
+      for (int t = 0; t < TILES; t++) {
+        mma_16816<T>(rows[t].out[2 * d], weights[t], b[0], b[1]);
+        mma_16816<T>(rows[t].out[2 * d + 1], weights[t], b[2], b[3]);
+      }
     }
   }
   // Row h of the lane's two, times `factor`.
@@ -59,6 +70,13 @@ struct Fragments<T, __nv_fp8_e4m3, HEAD_DIM> : TileRow<__nv_fp8_e4m3, HEAD_DIM> 
   static __device__ __forceinline__ int out_column(int lane, int n, int e) {
     return n / 2 * 16 + (lane % 4 * 2 + e) * 2 + n % 2;
   }
+  static __device__ __forceinline__ void load_queries(u32 (&a)[4], const T* rows, int lane, int k) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const T* at = rows + (lane / 4 + 8 * (j & 1)) * TileRow<T, HEAD_DIM>::ROW + k * 16 + query_column(lane, j);
+      a[j] = *reinterpret_cast<const u32*>(at);
+    }
+  }
   static __device__ __forceinline__ void load_keys(u32 (&b)[4], const __nv_fp8_e4m3* tile, int lane, int k) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -68,7 +86,8 @@ struct Fragments<T, __nv_fp8_e4m3, HEAD_DIM> : TileRow<__nv_fp8_e4m3, HEAD_DIM> 
       b[2 * half + 1] = From<T>::fp8_pair(static_cast<u16>(four >> 16));
     }
   }
-  static __device__ __forceinline__ void accumulate(float (&out)[HEAD_DIM / 8][4], const u32 (&weights)[4],
+  template <int TILES>
+  static __device__ __forceinline__ void accumulate(Softmax<HEAD_DIM> (&rows)[TILES], const u32 (&weights)[TILES][4],
                                                     const __nv_fp8_e4m3* tile, int lane) {
 #pragma unroll
     for (int d = 0; d < HEAD_DIM / 16; d += 2) {
@@ -85,8 +104,11 @@ struct Fragments<T, __nv_fp8_e4m3, HEAD_DIM> : TileRow<__nv_fp8_e4m3, HEAD_DIM> 
           even[half] = (low & 0xffff) | high << 16;
           odd[half] = low >> 16 | (high & 0xffff0000);
         }
-        mma_16816<T>(out[2 * (d + i)], weights, even[0], even[1]);
-        mma_16816<T>(out[2 * (d + i) + 1], weights, odd[0], odd[1]);
+#pragma unroll
+        for (int t = 0; t < TILES; t++) {
+          mma_16816<T>(rows[t].out[2 * (d + i)], weights[t], even[0], even[1]);
+          mma_16816<T>(rows[t].out[2 * (d + i) + 1], weights[t], odd[0], odd[1]);
+        }
       }
     }
   }

@@ -198,7 +198,7 @@ class Bench:
                 rotary_dim=HEAD_DIM,
             )
             calls.append(_holding(call, projected, query, caches, angles, places))
-        return Line("cache_rope", calls, bytes=moved, target_us=2 * 12)
+        return Line("cache_rope", calls, bytes=moved)
 
     def decode(self, rows: int, context: int, kv_dtype: str, target_us: float | None) -> Line:
         """One layer's attention of `rows` requests of `context` tokens."""

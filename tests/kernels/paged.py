@@ -149,6 +149,23 @@ def batch(
     )
 
 
+def padded(given: Batch, rows: int) -> Batch:
+    """The batch with `rows` more of one token each, which all lie in the null block, as in a captured step's padding.
+
+    Nothing is in that block but NaN.
+    """
+    lines, tables = len(given.tables), np.zeros((rows, given.tables.shape[1]), np.int32)
+    last = int(given.query_starts[-1])
+    return replace(
+        given,
+        query=np.concatenate([given.query, given.query[:rows]]),
+        tables=np.concatenate([given.tables, tables]),
+        slots=np.concatenate([given.slots, np.arange(lines, lines + rows, dtype=np.int32)]),
+        contexts=np.concatenate([given.contexts, np.ones(rows, np.int32)]),
+        query_starts=np.concatenate([given.query_starts, last + 1 + np.arange(rows, dtype=np.int32)]),
+    )
+
+
 def vast(blocks: int, shape: Sequence[int]) -> np.ndarray:
     """[blocks, *shape] float16 zeros, of which only what is touched takes memory."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE

@@ -12,7 +12,7 @@ from kernels.instances import ARCHITECTURES, FP8
 from kernels.launch import Decode, number_of_splits
 from tests.kernels.cuda_calls import decode
 from tests.kernels.hostshim.hostshim import Fault, HostDevice
-from tests.kernels.paged import Batch, batch, spread_out
+from tests.kernels.paged import Batch, batch, padded, spread_out
 
 ORDERS = [("forward", 1), ("reverse", 1), ("random", 1), ("random", 2), ("random", 3)]
 LENGTHS = (0, 1, 2, 15, 16, 17, 33, 63, 64, 65, 127, 200)
@@ -99,6 +99,31 @@ def test_rows_without_tokens_give_zeros_whatever_their_tables_hold() -> None:
     for splits in (1, 4):
         found = check(given, splits=splits)
         assert (found[[0, 2]] == 0).all()
+
+
+@pytest.mark.parametrize("block_tokens", [1, 16])
+def test_requests_of_one_token_give_its_value(block_tokens: int) -> None:
+    given = batch(rows(1, 1, 1), block_tokens=block_tokens)
+    for splits, window in ((1, 0), (5, 0), (1, 1)):
+        found = check(given, splits=splits, window=window).reshape(3, 2, given.group, -1)
+        for row, slot in enumerate(given.slots):
+            value = given.values[given.tables[slot, 0], :, 0].astype(np.float64)  # [kv_heads, head_dim]
+            np.testing.assert_array_equal(found[row], np.repeat(value[:, None], given.group, axis=1))
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_padding_that_lies_in_the_null_block_leaves_the_other_rows_alone(splits: int) -> None:
+    given = batch(rows(70, 1, 33, 128))
+    alone = check(given, splits=splits)
+    found = decode(device(), padded(given, 4), splits=splits)
+    assert np.array_equal(found[:4], alone), "the rows of requests are the same bits"
+
+
+@pytest.mark.parametrize("scales", [(2.0**-9, 300.0), (1.0, 1.0), (0.37, 0.011)])
+def test_fp8_scales_are_those_of_a_rows_own_kv_head(scales: tuple[float, float]) -> None:
+    given = batch(rows(1, 33, 100), dtype="bfloat16", kv_dtype=FP8)
+    given.key_scales, given.value_scales = np.array(scales, np.float32), np.array(scales[::-1], np.float32)
+    check(given, splits=2)
 
 
 def test_nan_among_the_keys_or_values_of_a_row_shows_in_that_row_alone() -> None:

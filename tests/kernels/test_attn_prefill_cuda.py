@@ -12,7 +12,7 @@ from kernels.instances import FP8
 from kernels.launch import Reference
 from tests.kernels.cuda_calls import prefill, reference
 from tests.kernels.hostshim.hostshim import HostDevice
-from tests.kernels.paged import Batch, batch, spread_out
+from tests.kernels.paged import Batch, batch, padded, spread_out
 
 ORDERS = [("forward", 1), ("reverse", 1), ("random", 1), ("random", 2), ("random", 3)]
 ROWS = [(1, 1), (5, 5), (16, 16), (75, 5), (33, 33), (32, 15), (130, 17), (100, 1), (64, 64), (65, 32)]
@@ -72,6 +72,31 @@ def test_a_window_and_a_soft_cap_together() -> None:
 
 def test_blocks_that_rows_share() -> None:
     check(batch([(100, 20), (64, 16), (90, 90)], shared_blocks=3))
+
+
+def test_requests_of_one_token_and_of_none() -> None:
+    check(batch([(1, 1), (1, 1), (0, 0), (1, 1)]))
+
+
+def test_padding_that_lies_in_the_null_block_leaves_the_other_rows_alone() -> None:
+    given = batch([(70, 20), (5, 5), (33, 1)])
+    alone = check(given)
+    found = prefill(HostDevice(), padded(given, 3))
+    assert np.array_equal(found[:26], alone), "the rows of requests are the same bits"
+
+
+@pytest.mark.parametrize("scales", [(2.0**-9, 300.0), (0.37, 0.011)])
+def test_fp8_scales_are_those_of_a_rows_own_kv_head(scales: tuple[float, float]) -> None:
+    given = batch([(40, 20), (5, 5)], dtype="bfloat16", kv_dtype=FP8)
+    given.key_scales, given.value_scales = np.array(scales, np.float32), np.array(scales[::-1], np.float32)
+    check(given)
+
+
+@pytest.mark.parametrize("cap", [0.5, 50.0])
+def test_soft_caps(cap: float) -> None:
+    given = batch([(70, 30), (20, 20)])
+    given.query = given.query * np.float16(8)  # so that the cap bites
+    check(given, cap=cap)
 
 
 def test_a_row_without_new_tokens_is_left_out() -> None:

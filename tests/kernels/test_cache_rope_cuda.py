@@ -99,6 +99,17 @@ def test_a_token_without_a_place_is_not_cached_but_its_queries_are_turned() -> N
     assert (written.keys.view(np.uint8) == UNTOUCHED).all() and (written.values.view(np.uint8) == UNTOUCHED).all()
 
 
+def test_padding_is_written_to_the_null_block_or_nowhere() -> None:
+    """Two rows that pad a captured step: one placed in block 0, one without a place."""
+    made = batch(SHAPES["llama"], tokens=6)
+    made.places[made.places < 16] += 16  # block 0 is the null block: no request has it
+    made.places[:4] = [16, 40, 47, 20]
+    made.places[4:] = [0, -1]
+    written = run(device(), made)
+    check(made, written)
+    assert (written.keys[0, :, 1:].view(np.uint8) == UNTOUCHED).all(), "only the first place of the null block"
+
+
 def test_not_a_number_stays_in_its_own_head() -> None:
     made = batch(SHAPES["float32, norms"])
     clean = run(device(), made)

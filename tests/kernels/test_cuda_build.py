@@ -54,8 +54,72 @@ def test_every_instance_compiles_without_spills(capability: int) -> None:
     check(instances.every_instance(ARCHITECTURES[capability]), capability)
 
 
-def test_the_compiler_knows_every_architecture() -> None:
-    assert set(ARCHITECTURES) <= set(nvrtc.architectures())
+def test_the_compilers_of_both_cuda_versions_know_every_architecture() -> None:
+    for major in nvrtc.MAJORS:
+        assert set(ARCHITECTURES) <= set(nvrtc.architectures(toolkit_of(major)))
+
+
+def toolkit_of(major: int) -> nvrtc.Toolkit:
+    """Both are in the extra dev."""
+    found = nvrtc.installed(major)
+    assert found is not None, f"NVRTC for CUDA {major} is not installed: make install"
+    assert nvrtc.version(found).startswith(f"{major}.")
+    return found
+
+
+@pytest.mark.parametrize(
+    "capability", [90, pytest.param(80, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.slow)]
+)
+def test_one_instance_of_each_kernel_compiles_without_spills_by_cuda_13(capability: int) -> None:
+    """With its own headers: what it would find of the other version is not on its path."""
+    wanted = list(register_ceilings.of_each_kernel(capability))
+    assert len(wanted) == 6
+    for source, names in register_ceilings.by_source(wanted).items():
+        made = build.compile_cubin(source, names, capability, toolkit_of(13))
+        for name, found in made.resources.items():
+            assert max(found.stack_bytes, found.spill_bytes) == 0, f"sm_{capability} {name} spills: {found}"
+
+
+def fake_package(folder: Path, name: str) -> None:
+    """A distribution of which nothing but its name is installed."""
+    info = folder / f"{name.replace('-', '_')}-14.2.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 14.2.0\n")
+
+
+@pytest.mark.parametrize("major", nvrtc.MAJORS)
+def test_what_compiles_is_of_the_cuda_version_that_cupy_is_for(
+    major: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_package(tmp_path, f"cupy-cuda{major}x")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert nvrtc.major() == nvrtc.toolkit().major == major
+    assert nvrtc.headers() == toolkit_of(major).headers and nvrtc.version().startswith(f"{major}.")
+
+
+def test_without_cupy_the_lowest_version_compiles_which_any_driver_runs() -> None:
+    assert nvrtc.cupy_major() is None and nvrtc.major() == 12
+
+
+def test_a_compiler_or_its_headers_that_are_missing_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_package(tmp_path, "cupy-cuda13x")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(nvrtc, "folder", lambda module: tmp_path)  # packages without a library, without headers
+    with pytest.raises(
+        nvrtc.CompilerMissingError, match=r"CUDA 13 is not installed: pip install nvidia-cuda-nvrtc nvidia"
+    ):
+        nvrtc.toolkit()
+
+
+def test_code_of_one_cuda_version_is_not_taken_from_the_cache_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cubins = Cubins(ARCHITECTURES[90], tmp_path / "none", tmp_path / "cache")
+    kept = cubins.find(SMALL)
+    monkeypatch.setattr(nvrtc, "major", lambda: 13)
+    monkeypatch.setattr(nvrtc, "toolkit", lambda: toolkit_of(13))
+    assert cubins.find(SMALL).cubin != kept.cubin
+    assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
 def test_a_source_that_does_not_compile_fails_with_the_compilers_log() -> None:

@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 
 from tests.kernels.cuda_calls import decode, prefill
+from tests.kernels.faults_page import confirm
 from tests.kernels.hostshim.hostshim import Fault, HostDevice, ShimError
 from tests.kernels.paged import batch
 
 ORDERS = [("forward", 1), ("reverse", 1), ("random", 1), ("random", 2), ("random", 3)]
 
 DECODE, PREFILL, SHARED, COMMON = "attn_decode.cu", "attn_prefill.cu", "fragments.cuh", "common.cuh"
+FP8, FP8_SHARED = f"{DECODE} over fp8", f"{SHARED} over fp8"
 
 FAULTS: list[tuple[str, str, str, str, str]] = [
     # (layer, what is wrong, source, old, new)
@@ -104,8 +106,8 @@ FAULTS: list[tuple[str, str, str, str, str]] = [
         "values",
         "the second row masked as the first",
         PREFILL,
-        "position = positions[e >> 1]",
-        "position = positions[0]",
+        "position = positions[t][e >> 1]",
+        "position = positions[t][0]",
     ),
     (
         "values",
@@ -123,6 +125,24 @@ FAULTS: list[tuple[str, str, str, str, str]] = [
         "if (token < end) {",
         "if (table[token / p.block_tokens] >= 0) {",
     ),
+    (
+        "values",
+        "all rows of a warp are its first sixteen",
+        PREFILL,
+        "queries + (warp * WARP_ROWS + t * 16) * Q::ROW",
+        "queries + warp * WARP_ROWS * Q::ROW",
+    ),
+    ("values", "the soft cap left out", COMMON, "if (cap == 0) return;\n#pragma", "return;\n#pragma"),
+    ("values", "the last tile's missing keys count", DECODE, "if (tile == tiles - 1) {", "if (tile == tiles) {"),
+    (
+        "values",
+        "every kv head has the first one's key scale",
+        FP8,
+        "p.key_scales[kv_head] : 1.f), p.cap",
+        "p.key_scales[0] : 1.f), p.cap",
+    ),
+    ("values", "every kv head has the first one's value scale", FP8, "p.value_scales[kv_head]", "p.value_scales[0]"),
+    ("values", "even and odd dimensions of fp8 values swapped", FP8_SHARED, "even[0], even[1]);", "odd[0], odd[1]);"),
     ("values", "keys past the context are looked up", DECODE, "if (token >= range.end) return -1;", ""),
     (
         "address",
@@ -132,10 +152,16 @@ FAULTS: list[tuple[str, str, str, str, str]] = [
         "cp_async_16(tile + 3 * TILE + key",
     ),
     ("thread", "lanes read each other's copies unordered", DECODE, "__syncwarp();", ""),
-    ("thread", "no barrier between tiles", PREFILL, "__syncthreads();  // the tile is there", "// the tile is there"),
     (
         "thread",
-        "no barrier before the merge",
+        "no barrier between tiles, seen as a race",
+        PREFILL,
+        "__syncthreads();  // the tile is there",
+        "// the tile is there",
+    ),
+    (
+        "thread",
+        "no barrier before the merge, seen as a race",
         DECODE,
         "__syncthreads();  // every warp is done",
         "// every warp is done",
@@ -147,9 +173,17 @@ def run_decode(**options: object) -> tuple[np.ndarray, np.ndarray, float]:
     """(found, right, tolerance)"""
     given = batch([(length, 1) for length in (0, 1, 17, 63, 65, 200, 330)], group=3)
     device = HostDevice(**options)  # type: ignore[arg-type]
-    found = [decode(device, given, splits=splits, window=window) for splits, window in ((1, 0), (5, 0), (2, 20))]
-    right = [given.attend(window=window) for window in (0, 0, 20)]
+    ways = ((1, 0, 0.0), (5, 0, 0.0), (2, 20, 0.0), (1, 0, 2.0))
+    found = [decode(device, given, splits=splits, window=window, cap=cap) for splits, window, cap in ways]
+    right = [given.attend(window=window, cap=cap) for _, window, cap in ways]
     return np.stack(found), np.stack(right), given.tolerance()
+
+
+def run_fp8(**options: object) -> tuple[np.ndarray, np.ndarray, float]:
+    """(found, right, tolerance)"""
+    given = batch([(length, 1) for length in (1, 17, 65)], dtype="bfloat16", kv_dtype="float8_e4m3", group=3)
+    found = decode(HostDevice(**options), given, splits=2)  # type: ignore[arg-type]
+    return found, given.attend(), given.tolerance()
 
 
 def run_prefill(**options: object) -> tuple[np.ndarray, np.ndarray, float]:
@@ -165,6 +199,8 @@ RUNS: dict[str, tuple[Callable[..., tuple[np.ndarray, np.ndarray, float]], ...]]
     PREFILL: (run_prefill,),
     SHARED: (run_decode, run_prefill),
     COMMON: (run_decode, run_prefill),
+    FP8: (run_fp8,),
+    FP8_SHARED: (run_fp8,),
 }
 
 
@@ -197,11 +233,17 @@ def test_without_a_fault_every_layer_is_quiet(source: str, layer: str) -> None:
     assert verdict(source, layer, None) == ""
 
 
-@pytest.mark.slow
+SAMPLE = ("the window is one key too long", "values copied behind the ring")
+"""Of the fast tests; the whole list is of the slow ones."""
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("layer", "wrong", "source", "old", "new"), FAULTS, ids=[f"{f[0]}-{f[1]}" for f in FAULTS])
+@pytest.mark.parametrize(
+    ("layer", "wrong", "source", "old", "new"),
+    [pytest.param(*f, id=f"{f[0]}-{f[1]}", marks=[] if f[1] in SAMPLE else pytest.mark.slow) for f in FAULTS],
+)
 def test_a_planted_fault_is_found(layer: str, wrong: str, source: str, old: str, new: str) -> None:
-    found = verdict(source, layer, Fault(source, old, new))
-    print(f"{wrong}: {found[:100]}")
+    found = verdict(source, layer, Fault(source.partition(" ")[0], old, new))
     expected = {"address": "AddressSanitizer|runtime error", "thread": "data race", "values": "."}[layer]
     assert re.search(expected, found), f"{layer} does not notice: {wrong} ({found[:200]})"
+    confirm(source, wrong, found)
