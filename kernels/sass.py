@@ -35,8 +35,11 @@ MMA_SHARE = 0.63
 """Of the tensor cores' peak, which mma reaches on this architecture (wgmma reaches it all): Luo et al. 2024,
 "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture"."""
 MMA_FLOP = 2 * 16 * 8 * 16
+FLOAT64_A_CYCLE = 64
+"""Results of a multiprocessor, at compute capability 9.0 (CUDA C++ Programming Guide, "Arithmetic Instructions")."""
 
-_NEEDED = ("HMMA", "LDGSTS", "LDSM", "LDG", "STG", "LDS", "STS")
+_FLOAT64 = ("DFMA", "DMUL", "DADD", "DSETP")
+_NEEDED = ("HMMA", "LDGSTS", "LDSM", "LDG", "STG", "LDS", "STS", *_FLOAT64)
 _LINE = re.compile(r"\s*/\*(?P<address>[0-9a-f]+)\*/\s+(?:@(?P<predicate>!?U?P\w+)\s+)?(?P<text>[^;]+?)\s*;")
 _LABEL = re.compile(r"(\.L_x_\d+):")
 _TARGET = re.compile(r"`\((\.L_x_\d+)\)")
@@ -106,16 +109,19 @@ def parsed(listing: str) -> list[Instruction]:
 
 
 def main_loop(kernel: Sequence[Instruction]) -> tuple[int, int]:
-    """First and last instruction of the loop with most products, the smallest such; without one, up to the first EXIT
-    that is always taken."""
+    """First and last instruction of the innermost loop with most products, of matrices or of float64.
+
+    Without one, of the kernel up to its first EXIT that is always taken.
+    """
     loops = [(to, at) for at, one in enumerate(kernel) if (to := one.target) is not None and to < at]
 
     def products(loop: tuple[int, int]) -> int:
-        return sum(one.opcode == "HMMA" for one in kernel[loop[0] : loop[1] + 1])
+        return sum(one.opcode in ("HMMA", "DFMA") for one in kernel[loop[0] : loop[1] + 1])
 
-    best = max(loops, key=lambda loop: (products(loop), loop[0] - loop[1]), default=(0, 0))
-    if products(best):
-        return best
+    working = [loop for loop in loops if products(loop)]
+    innermost = [a for a in working if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in working)]
+    if innermost:
+        return max(innermost, key=products)
     last = next(at for at, one in enumerate(kernel) if one.opcode == "EXIT" and not one.conditional)
     return 0, last
 
@@ -175,7 +181,8 @@ class Bounds:
     mix: Counter[str]
     shared_bytes: int
     issue: float
-    tensor: float | None
+    arithmetic: float | None
+    """Of tensor cores, or of float64."""
     shared: float | None
     memory: float | None
     """What memory allows, in the same unit."""
@@ -187,7 +194,7 @@ class Bounds:
     @property
     def least(self) -> float:
         """The bound that binds."""
-        return min(bound for bound in (self.issue, self.tensor, self.shared, self.memory) if bound is not None)
+        return min(bound for bound in (self.issue, self.arithmetic, self.shared, self.memory) if bound is not None)
 
 
 def bounds(work: Work) -> Bounds:
@@ -199,14 +206,15 @@ def bounds(work: Work) -> Bounds:
     shared = sum(one.shared_bytes for one in turn)
     amount = (work.flop or work.moved_bytes) / 1e12
     a_second = MULTIPROCESSORS * HERTZ * amount  # of turns, one a cycle on every multiprocessor
-    tensor_cycles = mix["HMMA"] * MMA_FLOP / (TENSOR_FLOP_A_CYCLE * MMA_SHARE)
+    arithmetic_cycles = mix["HMMA"] * MMA_FLOP / (TENSOR_FLOP_A_CYCLE * MMA_SHARE)
+    arithmetic_cycles += sum(mix[opcode] for opcode in _FLOAT64) * 32 / FLOAT64_A_CYCLE
     return Bounds(
         work,
         len(turn),
         mix,
         shared,
         issue=a_second * SCHEDULERS / len(turn),
-        tensor=a_second / tensor_cycles if tensor_cycles else None,
+        arithmetic=a_second / arithmetic_cycles if arithmetic_cycles else None,
         shared=a_second * SHARED_BYTES_A_CYCLE / shared if shared else None,
         memory=None if work.flop else BYTES_PER_S / 1e12,
     )
@@ -224,21 +232,22 @@ def works() -> Iterator[Work]:
         yield Work(f"attn_prefill, KV {kv_dtype}", prefill, flop=4 * rows * keys * wide, target=target)
     rope = instances.cache_rope("bfloat16", "bfloat16", wide)
     yield Work("cache_rope, angles from tables", rope, moved_bytes=2 * 2 * wide * 2, without=("SHFL", "FRND"))
+    sampling = instances.sampling("bfloat16")
+    yield Work("sampling, a pass that weighs all ids", sampling, moved_bytes=4 * 32 * 2)
 
 
-HEADER = ("kernel", "instructions a turn", "of them", "issue", "tensor (mma)", "shared memory", "memory", "target")
+HEADER = ("kernel", "instructions a turn", "of them", "issue", "mma or float64", "shared memory", "memory", "target")
 
 
 def cells(found: Bounds) -> tuple[str, ...]:
     """A line of the table."""
-    parts = [
-        f"{found.mix[opcode]} {opcode}" for opcode in ("HMMA", "LDSM", "LDGSTS", "MUFU", "SHFL") if found.mix[opcode]
-    ]
-    numbers = [f"{n:.1f}" if n is not None and n < 20 else "-" if n is None else f"{n:.0f}" for n in
-               (found.issue, found.tensor, found.shared, found.memory)]  # fmt: skip
-    numbers = [f"**{n}**" if n != "-" and value == found.least else n for n, value in
-               zip(numbers, (found.issue, found.tensor, found.shared, found.memory), strict=True)]  # fmt: skip
-    return (found.work.name, str(found.issued), ", ".join(parts), *numbers, found.work.target or "-")
+    shown = ("HMMA", "DFMA", "LDSM", "LDGSTS", "MUFU", "SHFL")
+    parts = ", ".join(f"{found.mix[opcode]} {opcode}" for opcode in shown if found.mix[opcode])
+    numbers = []
+    for value in (found.issue, found.arithmetic, found.shared, found.memory):
+        text = "-" if value is None else f"{value:.1f}" if value < 20 else f"{value:.0f}"
+        numbers.append(f"**{text} {found.unit}**" if value == found.least else text)
+    return (found.work.name, str(found.issued), parts, *numbers, found.work.target or "-")
 
 
 def markdown(rows: Sequence[Bounds]) -> str:

@@ -178,5 +178,7 @@ def caught(fault: Fault, layer: Layer) -> str:
         layer(fault)
     except (AssertionError, ShimError) as error:
         assert "error:" not in str(error) or "runtime error:" in str(error), f"the fault does not compile: {error}"
-        return f"wrong values in some order: {error}" if layer in (rope_orders, thread_orders) else str(error)
+        if isinstance(error, ShimError):
+            return str(error)
+        return f"wrong values{' in some order' if layer in (rope_orders, thread_orders) else ''}: {error}"
     pytest.fail(f"not caught: {fault}")
