@@ -1,6 +1,7 @@
 """Three processes that serve a model on the card: the ids they stream are the model's, as transformers computes it.
 
-Without a card the same is done with `--device cpu`. Ids are not compared one by one (in 16 bits a near tie may fall
+Without a card the same is done with `--device cpu`, and an executor's device path is served with the kernels on the host
+shim. Ids are not compared one by one (in 16 bits a near tie may fall
 either way) but judged: each id drawn greedily must be, by transformers' logits in float32 for the ids before it, the
 likeliest to within what the model's type can lose.
 """
@@ -27,6 +28,8 @@ LOSS = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
 
 def checks(place: Place) -> Iterator[Check]:
     """A random Llama of four layers in each type, and a real checkpoint where one is given."""
+    if place.dry:
+        yield Check("random Llama of 4 layers, float16, an executor on the shim", lambda: _on_the_shim(place))
     for dtype in ("float32",) if place.dry else ("float32", "float16", "bfloat16"):
         yield Check(f"random Llama of 4 layers, {dtype}", lambda dtype=dtype: _random_llama(place, dtype))
     if place.model is not None:
@@ -48,6 +51,31 @@ def _random_llama(place: Place, dtype: str) -> str:
         dims = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2}
         path = tiny_llama(Path(folder) / "llama", head_dim=64, dtype=dtype, **dims)
         return _served(place, path)
+
+
+def _on_the_shim(place: Place) -> str:
+    try:
+        from tests.executor.shim_device import device_executor
+    except ImportError as error:
+        raise SkippedError(f"there is no executor on the shim here: {error}") from None
+    from tests.executor.mini_scheduler import MiniScheduler, Request, RunStream, serve
+    from tests.support.checkpoints import tiny_llama
+
+    rng = np.random.default_rng(4)
+    requests = [Request(rng.integers(3, 500, length).tolist(), NEW_IDS) for length in (1, 16, 37)]
+
+    async def run(path: Path) -> None:
+        async with serve(path, num_blocks=40, context_tokens=128, max_slots=4, make=device_executor) as rig:
+            stream = await RunStream.open(rig)
+            await MiniScheduler(stream, rig.config, 40).finish(requests)
+            await stream.close()
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = tiny_llama(Path(folder) / "llama", num_hidden_layers=4, head_dim=64, dtype="float16")
+        asyncio.run(run(path))
+        worst = _behind(place, path, [one.prompt for one in requests], [one.output for one in requests])
+    assert worst <= LOSS["float16"], f"an id lies {worst:.4f} spreads behind the likeliest"
+    return f"{len(requests)} prompts; at worst {worst:.5f} of a spread behind transformers"
 
 
 def _served(place: Place, path: Path) -> str:

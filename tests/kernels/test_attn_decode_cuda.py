@@ -166,6 +166,10 @@ def test_no_type_or_head_size_touches_anything_outside_the_buffers(dtype: str, k
         check(given, splits=2, order=order, sanitizer="address")
 
 
+def test_no_two_threads_race_on_a_small_grid() -> None:
+    check(batch(rows(40, 130), kv_heads=1, group=1), splits=2, sanitizer="thread")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("dtype", "kv_dtype", "head_dim"), FAST)

@@ -147,6 +147,10 @@ def test_no_type_or_head_size_touches_anything_outside_the_buffers(dtype: str, k
         check(given, order=order, sanitizer="address")
 
 
+def test_no_two_threads_race_on_a_small_grid() -> None:
+    check(batch([(70, 5)], kv_heads=1, group=1), sanitizer="thread")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("dtype", "kv_dtype", "head_dim"), FAST)
