@@ -45,7 +45,7 @@ class Device(Protocol):
     """As people and the scheduler are told it: "cuda:0"."""
     kind: str
     """As attention backends know it: "cuda"."""
-    torch: torch.device
+    torch_device: torch.device
     """Where tensors lie."""
     capability: int
     """Compute capability, 90 for 9.0."""

@@ -25,7 +25,7 @@ import torch
 
 from services.common.checkpoint import config_hash, tokenizer_size
 from services.common.errors import StartError
-from services.executor import device_logprobs, dtypes, loader
+from services.executor import device_logprobs, dtypes, loader, memory
 from services.executor.attention.contract import AttentionBackend, Needs
 from services.executor.attention.selection import select
 from services.executor.batch import PersistentBatch, StepInputs
@@ -57,6 +57,8 @@ class DeviceExecutor(Executor):
     `graph_sizes` are the rows that decode steps are captured for: None: a ladder up to the slots, where the attention
     backend and the family allow it; empty: none.
     """
+
+    lost_error = DeviceLostError
 
     def __init__(
         self,
@@ -170,17 +172,11 @@ class DeviceExecutor(Executor):
 
     def _kv_bytes(self, runner: DeviceRunner, settings: Settings) -> int:
         """Bytes for KV, once the weights are there."""
-        available = self._device.available_bytes()
         if self._kv_memory_bytes is not None:
-            if self._kv_memory_bytes > available:
-                raise StartError(
-                    f"--kv-memory-bytes is {self._kv_memory_bytes}, but {available} bytes of {self._device.name} are "
-                    "left after the weights; ask for less"
-                )
-            return self._kv_memory_bytes
+            return memory.kv_budget_bytes(self._kv_memory_bytes, self._device.available_bytes())
         with torch.inference_mode():
             peak = self._device.peak_bytes(lambda: runner.run_without_cache(settings.max_step_tokens))
-        return int(max(0, self._device.available_bytes() - peak) * KV_SHARE)
+        return memory.kv_budget_bytes(None, max(0, self._device.available_bytes() - peak), KV_SHARE)
 
     def _make(self, runner: ModelRunner, settings: Settings, facts: Facts, num_blocks: int) -> None:
         runner.allocate(num_blocks)

@@ -1,4 +1,4 @@
-"""Log-probabilities as services/executor/logprobs.py makes them, by torch on the device: nothing is waited for there."""
+"""Log-probabilities as services/executor/logprobs.py makes them, by torch on the device, where nothing waits."""
 
 from __future__ import annotations
 

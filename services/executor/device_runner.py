@@ -60,10 +60,10 @@ class DeviceRunner(ModelRunner):
         self.null_slot = settings.max_slots
         """a line of the tables that holds the null block alone: what pads a step aims there"""
         entries = -(-settings.context_tokens // settings.block_tokens)
-        self._tables = torch.zeros(settings.max_slots + 1, entries, dtype=torch.int32, device=device.torch)
-        self.newest_ids = torch.full((settings.max_slots + 1,), -1, device=device.torch)
+        self._tables = torch.zeros(settings.max_slots + 1, entries, dtype=torch.int32, device=device.torch_device)
+        self.newest_ids = torch.full((settings.max_slots + 1,), -1, device=device.torch_device)
         """[max_slots + 1] int64 the id that each slot sampled last"""
-        self.failed = torch.zeros(settings.max_slots + 1, dtype=torch.int32, device=device.torch)
+        self.failed = torch.zeros(settings.max_slots + 1, dtype=torch.int32, device=device.torch_device)
         """[max_slots + 1] not 0: a row of the slot has failed"""
 
     def allocate(self, num_blocks: int) -> None:
@@ -128,8 +128,8 @@ class DeviceRunner(ModelRunner):
     def run_without_cache(self, tokens: int) -> torch.Tensor:
         """A step of so many tokens with all slots sampling, as far as it can be before there is a cache: what it takes
         at its height is what a step takes. Float32 logits, which the sampler may need."""
-        positions = torch.arange(tokens, device=self._device.torch) % self._settings.context_tokens
-        wanted = torch.arange(min(tokens, self._settings.max_slots), device=self._device.torch)
+        positions = torch.arange(tokens, device=self._device.torch_device) % self._settings.context_tokens
+        wanted = torch.arange(min(tokens, self._settings.max_slots), device=self._device.torch_device)
         output = self._model(
             input_ids=torch.zeros_like(positions)[None],
             position_ids=positions[None],

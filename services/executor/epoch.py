@@ -80,9 +80,10 @@ class Epoch:
             task.cancel()
         self._closing = asyncio.create_task(self._close())
 
-    def lose_ranks(self, error: RanksLostError, step: int | None = None) -> None:
+    def lose(self, error: RanksLostError | DeviceLostError, step: int | None = None) -> None:
         """Says that the process will end, and ends the stream."""
-        self._fault(pb.FAULT_KIND_RANK_LOST, step, error, fatal=True)
+        of_device = isinstance(error, DeviceLostError)
+        self._fault(pb.FAULT_KIND_DEVICE if of_device else pb.FAULT_KIND_RANK_LOST, step, error, fatal=True)
 
     async def drain(self, error: RequestError) -> None:
         """Ends the stream after the steps in flight have been answered; takes no further plan."""
@@ -189,10 +190,8 @@ class Epoch:
             pass
         except BadPlanError as error:
             self._fault(pb.FAULT_KIND_BAD_PLAN, plan.step, error)
-        except RanksLostError as error:
-            self.lose_ranks(error, plan.step)
-        except DeviceLostError as error:
-            self._fault(pb.FAULT_KIND_DEVICE, plan.step, error, fatal=True)
+        except (RanksLostError, DeviceLostError) as error:
+            self.lose(error, plan.step)
         except asyncio.CancelledError:
             raise
         except BaseException as error:

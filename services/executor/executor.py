@@ -21,10 +21,11 @@ from services.executor import loader, memory
 from services.executor.attention.contract import Needs
 from services.executor.attention.selection import select
 from services.executor.batch import PersistentBatch, ScoredSpan, StepInputs
+from services.executor.device import DeviceLostError
 from services.executor.dtypes import CPU_DTYPES, Dtypes
 from services.executor.logprobs import Logprobs
 from services.executor.masks import StepMasks
-from services.executor.plan import Int64s, Outcome, Plan, Settings, Started
+from services.executor.plan import Int64s, Outcome, Plan, RanksLostError, Settings, Started
 from services.executor.runner import ModelRunner
 from services.executor.sampler import Masks, Sampled, Sampler
 from services.executor.sampling_params import SamplingParams
@@ -84,6 +85,8 @@ class Executor:
 
     tp_size = 1
     """Ranks that share a model; this one alone."""
+    lost_error: type[RanksLostError] | type[DeviceLostError] = RanksLostError
+    """What `lost` is called."""
 
     def __init__(
         self,

@@ -86,7 +86,7 @@ class DecodeGraphs:
     def _capture(self, size: int) -> _Captured:
         figures = StepFigures(size, size, size, leading=size, most_tokens=0, most_context=self._context_tokens)
         packed = self._runner.packed(_nobody(), np.zeros((0, 1), np.int32), np.zeros(0, np.int64), size)
-        buffer = torch.empty(len(packed), dtype=torch.uint8, device=self._device.torch)
+        buffer = torch.empty(len(packed), dtype=torch.uint8, device=self._device.torch_device)
         self._device.upload(packed, into=buffer)
         columns = step_columns.views(buffer, size, size, size)
 

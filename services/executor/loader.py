@@ -96,8 +96,8 @@ def weight_files(path: Path) -> list[Path]:
 def weight_bytes(path: Path, dtype: torch.dtype, shard: Shard | None = None, *, packed: bool = True) -> int:
     """Bytes that the weights take when served in `dtype`, from config.json and the files' headers; none is read.
 
-    Of `shard`, those of its rank; `packed` as on the CPU, or dense as on a device. Raises StartError when the model is not served, or cannot be divided, or tensors are
-    missing, unexpected or of another shape.
+    Of `shard`, those of its rank; `packed` as on the CPU, or dense as on a device. Raises StartError when the model is
+    not served, or cannot be divided, or tensors are missing, unexpected or of another shape.
     """
     config = architecture.read(path)
     model = _skeleton(config, dtype)
@@ -237,7 +237,7 @@ def _assign(
     if held is not None:
         layers.install(model, held)
     if device is not None:
-        model.to(device.torch)  # what is left on the CPU: buffers, which no file holds
+        model.to(device.torch_device)  # what is left on the CPU: buffers, which no file holds
     if packed:
         packed.clear()  # what is fused is a copy: its parts must be free to go
         fusing.install(model)
@@ -285,7 +285,7 @@ def _made(
     A thread holds one tensor of the files at a time.
     """
     packable = packing.packable(model, dtype) if device is None else frozenset()
-    place = torch.device("cpu") if device is None else device.torch
+    place = torch.device("cpu") if device is None else device.torch_device
 
     def make(name: str) -> tuple[str, Packed | torch.Tensor]:
         recipe = recipes[name]

@@ -162,11 +162,11 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         if self._epoch is not None:
             await self._epoch.drain(unavailable("DRAINING", "the executor is shutting down"))
 
-    async def lose_ranks(self, reason: str) -> None:
+    async def lose(self, reason: str) -> None:
         """Refuses new calls and ends the Run stream with a fatal Fault: the process is to end."""
         self._draining = True
         if self._epoch is not None:
-            self._epoch.lose_ranks(RanksLostError(reason))
+            self._epoch.lose(self._executor.lost_error(reason))
         await self._health.set_ready(False)
         await self._health.set_generate(False)
 

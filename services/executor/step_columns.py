@@ -66,7 +66,7 @@ def views(buffer: torch.Tensor, tokens: int, rows: int, wanted: int) -> StepColu
     offsets, _ = _offsets(sizes)
     kinds = {np.int64: torch.int64, np.int32: torch.int32}
     found = {
-        name: buffer[offset : offset + size].view(kinds[kind])  # type: ignore[index]
+        name: buffer[offset : offset + size].view(kinds[kind])
         for (name, kind), size, offset in zip(_TYPES.items(), sizes, offsets, strict=True)
     }
     return StepColumns(**{field.name: found[field.name] for field in fields(StepColumns)})

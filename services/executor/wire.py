@@ -324,11 +324,12 @@ def _to_tail(whole: Int64s) -> bytes:
 
 
 def _dtype(
-    field: str, value: int, default: torch.dtype, served: tuple[torch.dtype, ...], dtypes: Dtypes
+    field: str, value: pb.DType.ValueType, default: torch.dtype, served: tuple[torch.dtype, ...], dtypes: Dtypes
 ) -> torch.dtype:
     if value == pb.D_TYPE_UNSPECIFIED:
         return default
-    if (dtype := _DTYPES.get(value)) in served:
+    dtype = _DTYPES.get(value)
+    if dtype is not None and dtype in served:
         return dtype
     known = ", ".join(_dtype_name(_NUMBERS[one]).lower() for one in served)
     raise unserved(field, f"{_dtype_name(value)} is not served {dtypes.place} yet; served: {known}")

@@ -23,6 +23,7 @@ import torch
 from services.cli.doctor import cuda, machine
 from services.cli.doctor.findings import Finding, Report, Section
 from services.cli.main import main
+from services.common import cuda_versions
 from services.common.checkpoint import find
 from services.executor import loader, memory
 from services.executor.attention import selection
@@ -336,7 +337,7 @@ def test_a_package_that_an_extra_names_is_missed(monkeypatch: pytest.MonkeyPatch
 def test_cuda_versions_that_do_not_go_together(
     built: int | None, cupy: list[int], driver: int | None, says: list[str]
 ) -> None:
-    found = cuda.misfits(built, cupy, driver)
+    found = cuda_versions.misfits(built, cupy, driver)
     assert len(found) == len(says)
     assert all(part in line for part, line in zip(says, found, strict=True))
 
@@ -362,12 +363,12 @@ def test_the_driver_is_asked_without_starting_a_device(
     monkeypatch.setattr(ctypes, "CDLL", Library)
     file = tmp_path / "version"
     file.write_text(line + "\n")
-    assert cuda.find_driver(file=file) == cuda.Driver(version, (12, 4))
-    assert cuda.find_driver(file=tmp_path / "none") == cuda.Driver(None, (12, 4))
+    assert cuda_versions.find_driver(file=file) == cuda_versions.Driver(version, (12, 4))
+    assert cuda_versions.find_driver(file=tmp_path / "none") == cuda_versions.Driver(None, (12, 4))
 
 
 def test_no_driver_is_said_plainly() -> None:
-    assert cuda.find_driver("libno-such-driver.so") is None
+    assert cuda_versions.find_driver("libno-such-driver.so") is None
     assert cuda._driver_finding(None).text == "no NVIDIA driver"
 
 

@@ -70,7 +70,7 @@ class ShimDevice:
 
     name = "cuda:0"
     kind = "cuda"
-    torch = torch.device("cpu")
+    torch_device = torch.device("cpu")
     multiprocessors = 4
 
     def __init__(self, capability: int = 90, free_bytes: int = 64 << 20) -> None:

@@ -80,12 +80,12 @@ class CudaKvCache:
     def __init__(self, needs: Needs, layers: int, num_blocks: int, device: Device) -> None:
         self._needs = needs
         shape = (2, layers, num_blocks, needs.kv_heads, needs.block_tokens, needs.head_dim)
-        self._stored = torch.empty(shape, dtype=needs.kv_dtype, device=device.torch)
+        self._stored = torch.empty(shape, dtype=needs.kv_dtype, device=device.torch_device)
         self.keys, self.values = self._stored
         self.scales: torch.Tensor | None = None
         """[keys and values, layers, kv_heads] float32"""
         if needs.kv_dtype == FP8:
-            self.scales = torch.ones(2, layers, needs.kv_heads, device=device.torch)
+            self.scales = torch.ones(2, layers, needs.kv_heads, device=device.torch_device)
         self._launcher = KernelLauncher(needs, device)
         self.launcher = ops.register(self._launcher)
         self._measured: torch.Tensor | None = None

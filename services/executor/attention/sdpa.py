@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -39,7 +40,7 @@ class SdpaBackend:
         return []
 
     def allocate(self, needs: Needs, layers: int, num_blocks: int, on: Device | None = None) -> SdpaKvCache:
-        return SdpaKvCache(needs, layers, num_blocks, torch.device("cpu") if on is None else on.torch)
+        return SdpaKvCache(needs, layers, num_blocks, torch.device("cpu") if on is None else on.torch_device)
 
 
 class SdpaKvCache:
@@ -70,7 +71,7 @@ class SdpaStep:
     def __init__(self, cache: SdpaKvCache, shape: StepShape) -> None:
         self._cache = cache
         starts, contexts = shape.query_starts.tolist(), shape.contexts.tolist()
-        self._rows = list(zip(starts[:-1], starts[1:], strict=True))
+        self._rows = list(itertools.pairwise(starts))
         block_tokens = cache.needs.block_tokens
         self._places = []
         for slot, context in zip(shape.slots.tolist(), contexts, strict=True):
@@ -85,7 +86,7 @@ class SdpaStep:
         if rotary is not None:
             projected = turned(projected, heads, rotary)
         kv_heads = self._cache.needs.kv_heads
-        queries, fresh = projected[:, :heads], projected[:, heads:].unflatten(1, (2, kv_heads)).transpose(0, 1)
+        queries, fresh = projected[:, :heads], torch.stack(torch.split(projected[:, heads:], kv_heads, dim=1))
         stored = self._cache.tokens(layer)
         for (begin, end), places in zip(self._rows, self._places, strict=True):
             stored[:, places[len(places) - (end - begin) :]] = fresh[:, begin:end].to(stored.dtype)
