@@ -4,30 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-from pydantic import AfterValidator, Field
+from pydantic import Field, field_validator
 
 from services.common.config import ServiceConfig
-
-
-def _graph_sizes(value: str) -> str:
-    if value in ("auto", "off"):
-        return value
-    parts = [part.strip() for part in value.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError('"auto", "off", or numbers from 1 as 1,2,4,8')
-    return ",".join(parts)
-
-
-def _device(value: str) -> str:
-    if not re.fullmatch(r"cpu|auto|cuda(:\d+)?", value):
-        raise ValueError("cpu, cuda, cuda:N or auto")
-    return value
-
-
-DeviceName = Annotated[str, AfterValidator(_device)]
-GraphSizes = Annotated[str, AfterValidator(_graph_sizes)]
 
 
 class ExecutorConfig(ServiceConfig):
@@ -36,7 +17,7 @@ class ExecutorConfig(ServiceConfig):
     service: ClassVar[str] = "executor"
 
     port: int = Field(50053, ge=0, le=65535, description="port to listen on; 0 takes a free one")
-    device: DeviceName = Field(
+    device: str = Field(
         "cpu",
         description="device that holds weights and KV: cpu, cuda, cuda:N, or auto: the first CUDA device where one "
         "can be used",
@@ -44,7 +25,7 @@ class ExecutorConfig(ServiceConfig):
     attention_backend: str | None = Field(
         None, description="attention backend by name, as `triptych doctor` lists them; unset: the best that serves"
     )
-    cuda_graph_sizes: GraphSizes = Field(
+    cuda_graph_sizes: str = Field(
         "auto",
         description="rows that decode steps are captured for as CUDA graphs, as 1,2,4,8; auto: a ladder up to the "
         "scheduler's max_num_seqs, where they can be captured; off: none",
@@ -67,6 +48,21 @@ class ExecutorConfig(ServiceConfig):
     rank_timeout_s: float = Field(
         300.0, ge=1, le=86400, description="seconds that a rank waits for another before it gives the group up"
     )
+
+    @field_validator("device")
+    @classmethod
+    def _a_device(cls, value: str) -> str:
+        if not re.fullmatch(r"cpu|auto|cuda(:\d+)?", value):
+            raise ValueError("cpu, cuda, cuda:N or auto is needed")
+        return value
+
+    @field_validator("cuda_graph_sizes")
+    @classmethod
+    def _sizes(cls, value: str) -> str:
+        parts = [part.strip() for part in value.split(",")]
+        if value not in ("auto", "off") and not all(part.isdecimal() and int(part) > 0 for part in parts):
+            raise ValueError("auto, off, or numbers from 1 as 1,2,4,8 are needed")
+        return ",".join(parts)
 
     @property
     def graph_sizes(self) -> tuple[int, ...] | None:

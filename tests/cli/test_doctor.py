@@ -205,7 +205,15 @@ def test_each_service_has_its_say(copy: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--scheduler.dtype", "bfloat16"], "config: scheduler: dtype (from flag)"),
+        (["--scheduler.dtype", "float64"], "config: scheduler: dtype (from flag)"),
+        (
+            ["--scheduler.dtype", "bfloat16"],
+            "executor: the executor refuses it: config.dtype BFLOAT16 is not served on",
+        ),
+        (["--executor.device", "gpu"], "config: executor: device (from flag)"),
+        (["--executor.device", "cuda"], "executor: --device cuda: torch"),
+        (["--executor.cuda-graph-sizes", "1,x"], "config: executor: cuda_graph_sizes (from flag)"),
+        (["--executor.attention-backend", "none"], "choice: none, as --executor.attention-backend says"),
         (["--executor.threads", str(HOST_CPUS + 1)], f"executor: --threads is {HOST_CPUS + 1}, this process may run"),
         (["--executor.kv-memory-bytes", str(2**60)], f"executor: --kv-memory-bytes is {2**60}, but"),
         (["--executor.kv-memory-bytes", "9000"], "pool: the executor has 9000 bytes for KV, a block takes 8192"),

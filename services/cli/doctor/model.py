@@ -190,22 +190,17 @@ def _attention(fit: Fit) -> Section:
     """Each backend, and which is taken; a fault where none is."""
     able = [name for name, reasons in fit.backends.items() if not reasons and fit.backend in (None, name)]
     chosen = able[0] if able else None
-    level = "note" if chosen else "fault"
-    asked = (
-        (Finding("choice", f"{fit.backend}, as --executor.attention-backend says", "ok" if chosen else "fault"),)
-        if fit.backend is not None
-        else ()
-    )
-    return Section(
-        "Attention",
-        asked
-        + tuple(
-            Finding(name, f"cannot serve this model: {', '.join(reasons)}", level, {"reasons": list(reasons)})  # type: ignore[arg-type]
-            if reasons
-            else Finding(name, "is used" if name == chosen else "could serve it too", facts={"reasons": []})
-            for name, reasons in fit.backends.items()
-        ),
-    )
+    told: list[Finding] = []
+    if fit.backend is not None:
+        text = f"{fit.backend}, as --executor.attention-backend says"
+        told.append(Finding("choice", text, "ok" if chosen else "fault"))
+    for name, reasons in fit.backends.items():
+        if reasons:
+            text = f"cannot serve this model: {', '.join(reasons)}"
+            told.append(Finding(name, text, "note" if chosen else "fault", {"reasons": list(reasons)}))
+        else:
+            told.append(Finding(name, "is used" if name == chosen else "could serve it too", facts={"reasons": []}))
+    return Section("Attention", tuple(told))
 
 
 def _size(count_bytes: int) -> str:
