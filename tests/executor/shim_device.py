@@ -6,6 +6,7 @@ may be given other memory, and no copy to the host is read before an event behin
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -35,17 +36,15 @@ class Shim(HostDevice):
 
 @dataclass(eq=False)
 class ShimEvent:
-    """Everything before it is done when it is made; downloads are filled when it is waited for."""
+    """Everything before it is done when it is made; downloads before it are filled when it is waited for."""
 
     device: ShimDevice
-    pending: list[tuple[torch.Tensor, torch.Tensor]]
+    number: int
+    """of the downloads before it"""
     at_s: float = field(default_factory=time.perf_counter)
 
     def wait(self) -> None:
-        with torch.inference_mode():
-            for host, tensor in self.pending:
-                host.copy_(tensor)
-        self.pending = []
+        self.device.fill(self.number)
         self.device.waits += 1
         if self.device.failure is not None:
             raise self.device.failure
@@ -83,6 +82,8 @@ class ShimDevice:
         self.replays = 0
         self.failure: RuntimeError | None = None
         self._downloads: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._filled = 0
+        self._filling = threading.Lock()
 
     def activate(self) -> None:
         pass
@@ -104,12 +105,21 @@ class ShimDevice:
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         """Poisoned until an event behind it is waited for; what lay on the device at this point comes then."""
         host = torch.full_like(tensor, torch.nan if tensor.is_floating_point() else -(10**6))
-        self._downloads.append((host, tensor.clone()))
+        with self._filling:
+            self._downloads.append((host, tensor.clone()))
         return host
 
     def record(self) -> ShimEvent:
-        pending, self._downloads = self._downloads, []
-        return ShimEvent(self, pending)
+        with self._filling:
+            return ShimEvent(self, self._filled + len(self._downloads))
+
+    def fill(self, number: int) -> None:
+        """Brings the first `number` downloads of all to the host."""
+        with self._filling, torch.inference_mode():
+            while self._filled < number:
+                host, tensor = self._downloads.pop(0)
+                host.copy_(tensor)
+                self._filled += 1
 
     def capture(self, work: Callable[[], object]) -> ShimGraph:
         return ShimGraph(self, work)
