@@ -146,6 +146,13 @@ async def test_the_slow_backend_gives_the_same_ids_and_is_taken_where_the_kernel
         assert set(device.kernels.launched) == {"sampling"} and set(ran) == {"eager"}
 
 
+async def test_the_slow_backend_serves_the_cpu_too_where_it_is_asked_for(tiny: Path) -> None:
+    asked = prompts(1, 17, 40)
+    make = functools.partial(Executor, attention_backend="torch-sdpa")
+    requests, _ = await generate(tiny, asked, ShimDevice(), make=make, budget=24)
+    check_same_ids(tiny, asked, outputs(requests), reference_ids(tiny, asked, NEW_TOKENS, ignore_eos=True))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "settings"),
