@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cupy.cuda import ExternalStream
+from cupy.cuda import Stream
 from cupy.cuda.function import Module
 from cupy_backends.cuda.api import driver
 
@@ -31,6 +31,7 @@ class CupyDevice:
         """`capability` as 90; `stream` gives the handle of the stream to launch on (torch: `cuda_stream`)."""
         self.architecture = architecture_for(capability)
         self._stream = stream
+        self._streams: dict[int, Any] = {}
         self._cubins = Cubins(self.architecture, built, cache)
         self._functions: dict[str, Any] = {}
 
@@ -48,5 +49,24 @@ class CupyDevice:
 
     def launch(self, instance: Instance, grid: Grid, params: Params) -> None:
         """Queues the grid."""
-        function, stream = self.load(instance), ExternalStream(self._stream())
+        function, stream = self.load(instance), self._current_stream()
         function(grid, (instance.threads, 1, 1), (params.by_value,), shared_mem=instance.shared_bytes, stream=stream)
+
+    def _current_stream(self) -> Any:
+        """As CuPy knows it; a process has few, so each is wrapped once."""
+        handle = self._stream()
+        stream = self._streams.get(handle)
+        if stream is None:
+            stream = self._streams[handle] = Stream.from_external(_Handle(handle))
+        return stream
+
+
+class _Handle:
+    """A stream of another library, by the protocol of the same name."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """Version of the protocol, and the handle."""
+        return 0, self._handle

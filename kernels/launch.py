@@ -14,8 +14,10 @@ from kernels.params import Params
 
 Grid = tuple[int, int, int]
 
-_QUERY_TILE = 16
-_SPLIT_KEYS = 64
+QUERY_TILE = 16
+"""Query heads of a kv head that a block of the decode kernel takes."""
+SPLIT_KEYS = 64
+"""A split of a context is whole pieces of so many keys."""
 _WAVE_EFFICIENCY = 0.85
 
 
@@ -34,7 +36,7 @@ def number_of_splits(blocks: int, slots: int, most_keys: int) -> int:
     The smallest number whose waves are filled to 85% of what the best number fills them. `blocks` is the grid with one
     split, `slots` multiprocessors times blocks of one, `most_keys` the longest context.
     """
-    most = max(1, min(-(-most_keys // _SPLIT_KEYS), slots))
+    most = max(1, min(-(-most_keys // SPLIT_KEYS), slots))
 
     def efficiency(splits: int) -> float:
         waves = blocks * splits / slots
@@ -67,7 +69,7 @@ class Decode:
         if splits > 1 and not (self.params.get("partial_out") and self.params.get("partial_lse")):
             raise ValueError(f"{splits} splits need partial_out and partial_lse")
         _check_alignment(self.params)
-        tiles = heads // group * -(-group // _QUERY_TILE)
+        tiles = heads // group * -(-group // QUERY_TILE)
         self._device.launch(self.attend, (splits, tiles, rows), self.params)
         if splits > 1:
             self._device.launch(self.reduce, (heads, rows, 1), self.params)

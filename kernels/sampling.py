@@ -73,6 +73,27 @@ def pack(rows: Sequence[Row | None]) -> npt.NDArray[np.void]:
     return packed
 
 
+def pack_columns(
+    *,
+    greedy: npt.NDArray[np.bool_],
+    temperature: npt.NDArray[np.float64],
+    top_k: npt.NDArray[np.int64],
+    top_p: npt.NDArray[np.float64],
+    min_p: npt.NDArray[np.float64],
+    seed: npt.NDArray[np.uint64],
+    position: npt.NDArray[np.int64],
+    mask_row: npt.NDArray[np.int64],
+) -> npt.NDArray[np.void]:
+    """As `pack`, of parameters that lie in columns [rows]; top_k 0 or less: off, mask_row negative: no mask."""
+    packed = np.zeros(len(greedy), ROW)
+    packed["kind"] = np.where(greedy, _GREEDY, _RANDOM)
+    packed["log2_a_score"] = 1 / (math.log(2) * np.where(greedy, 1.0, temperature))
+    packed["least_log2"] = np.log2(min_p, out=np.full(len(min_p), -np.inf), where=min_p > 0)
+    packed["top_p"], packed["top_k"] = top_p, top_k
+    packed["seed"], packed["position"], packed["mask_row"] = seed, position, mask_row
+    return packed
+
+
 class Sampling:
     """Draws ids. Set the fields of `params`, then call."""
 

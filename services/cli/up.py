@@ -44,7 +44,8 @@ def run(argv: Sequence[str]) -> int:
     if plan.prompt is not None:
         client("")  # told now, not after the weights are loaded, when the client package is missing
     paths = provide(plan.configs)
-    refuse_too_large(paths["executor"])
+    if plan.configs["executor"].model_dump()["device"] == "cpu":
+        refuse_too_large(paths["executor"])
     plan = up_plan.pinned(plan, paths)
     startup.done("the model is looked for")
     return asyncio.run(_supervise(plan, startup))

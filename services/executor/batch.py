@@ -77,6 +77,8 @@ class _Columns:
     """first step that may start a request there"""
     scored: Int64s
     """1 + alternatives where the logprobs of prompt ids are wanted, else 0"""
+    drawn: Int64s
+    """1: the last id was sampled here, so a device that samples has it"""
 
     @classmethod
     def empty(cls, slots: int) -> _Columns:
@@ -100,6 +102,8 @@ class PersistentBatch:
     """ids of the tokenizer, where the vocabulary is padded past them: prompts and biases name no others"""
     tables: npt.NDArray[np.int32] = field(init=False)
     """[max_slots, entries] block ids; -1 where there is none"""
+    table_changes: Int64s = field(init=False)
+    """[n] places in `tables`, flat, that the last plan has filled"""
 
     def __post_init__(self) -> None:
         slots = self.settings.max_slots
@@ -107,6 +111,7 @@ class PersistentBatch:
         self.tables = np.full((slots, entries), -1, np.int32)
         # One more than the context: the id sampled at its end, which is never computed.
         self._ids = np.empty((slots, self.settings.context_tokens + 1), np.uint32)
+        self.table_changes = _NONE
         self._columns = _Columns.empty(slots)
         self._sampling = SamplingColumns(slots, self.vocab_size)
 
@@ -143,6 +148,34 @@ class PersistentBatch:
         """Appends one sampled id to each of `slots`."""
         self._ids[slots, self._columns.tokens[slots]] = token_ids
         self._columns.tokens[slots] += 1
+        self._columns.drawn[slots] = 1
+
+    def expect(self, slots: Int64s) -> Int64s:
+        """Appends to each of `slots` an id that only the device knows yet; returns where they stand, for `settle`."""
+        places = self._columns.tokens[slots]
+        self.append(slots, np.zeros(len(slots), np.int64))
+        return places
+
+    def settle(self, slots: Int64s, places: Int64s, token_ids: Int64s) -> None:
+        """Tells the ids that were expected.
+
+        A slot that is free by now holds no other request yet: it is reused only after the result of its last step.
+        """
+        self._ids[slots, places] = token_ids
+
+    def mark_failed(self, slots: Int64s) -> None:
+        """Rows of `slots` have failed in steps whose ids were expected."""
+        self._columns.failed[slots[self._columns.tokens[slots] > 0]] = 1
+
+    def drawn_slots(self, inputs: StepInputs) -> Int64s:
+        """[tokens] the slot of each token that is its row's last id and was sampled here, -1 for all others.
+
+        To be asked between `begin` and what the step appends.
+        """
+        counts = np.diff(inputs.query_starts)
+        slots = np.repeat(inputs.slots, counts)
+        newest = inputs.positions == self._columns.tokens[slots] - 1
+        return np.where(newest & (self._columns.drawn[slots] == 1), slots, -1)
 
     def fail(self, slots: Int64s) -> None:
         """Marks `slots`, whose rows gave no id. A plan made before that was known still counts one, so one is kept,
@@ -301,15 +334,21 @@ class PersistentBatch:
         self._sampling.clear(plan.freed_slots)
         self.tables[plan.freed_slots] = -1
         filled = self._columns.blocks.copy()
+        entries = self.tables.shape[1]
+        changes = []
         for started in plan.started:
             slot = started.slot
             self._ids[slot, : len(started.token_ids)] = started.token_ids
             self.tables[slot, : len(started.block_ids)] = started.block_ids
             self._sampling.set(slot, started.sampling)
             filled[slot] = len(started.block_ids)
+            changes.append(slot * entries + np.arange(len(started.block_ids)))
+        grown = []
         for slot, block in plan.new_blocks.tolist():
             self.tables[slot, filled[slot]] = block
+            grown.append(slot * entries + filled[slot])
             filled[slot] += 1
+        self.table_changes = np.concatenate([*changes, np.array(grown, np.int64)])
 
     def _gather(self, plan: Plan) -> StepInputs:
         places = np.flatnonzero(self._columns.failed[plan.slots] == 0)

@@ -6,18 +6,22 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from typing import TypeVar
 
 from triptych.executor.v1 import executor_pb2 as pb
 
 from services.common.errors import RequestError, invalid
 from services.executor import wire
-from services.executor.executor import Executor, is_out_of_memory
+from services.executor.device import DeviceLostError
+from services.executor.executor import Executor, Launched, is_out_of_memory
 from services.executor.masks import EpochOverError, MaskBook, StepMasks
 from services.executor.plan import MAX_IN_FLIGHT, BadPlanError, Outcome, Plan, RanksLostError
 from services.executor.steps import StepThread
 
 HEARTBEAT_S = 1.0
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -28,11 +32,14 @@ class Epoch:
     Lives on the event loop. What it has to say is read from `events`; `end` may be called from anywhere on the loop.
     """
 
-    def __init__(self, number: int, executor: Executor, steps: StepThread) -> None:
+    def __init__(self, number: int, executor: Executor, steps: StepThread, results: Callable[[], StepThread]) -> None:
+        """`steps` launches steps; `results` gives the thread that waits for what is still under way on a device."""
         self.number = number
         self.closed = asyncio.Event()
         self._executor = executor
         self._steps = steps
+        self._results = results
+        self._waited_since_s: float | None = None  # for the oldest step that is left to a device
         self._outbox: asyncio.Queue[pb.RunResponse | None] = asyncio.Queue()
         self._error: RequestError | None = None
         self._ended = False
@@ -73,9 +80,10 @@ class Epoch:
             task.cancel()
         self._closing = asyncio.create_task(self._close())
 
-    def lose_ranks(self, error: RanksLostError, step: int | None = None) -> None:
+    def lose(self, error: RanksLostError | DeviceLostError, step: int | None = None) -> None:
         """Says that the process will end, and ends the stream."""
-        self._fault(pb.FAULT_KIND_RANK_LOST, step, error, fatal=True)
+        of_device = isinstance(error, DeviceLostError)
+        self._fault(pb.FAULT_KIND_DEVICE if of_device else pb.FAULT_KIND_RANK_LOST, step, error, fatal=True)
 
     async def drain(self, error: RequestError) -> None:
         """Ends the stream after the steps in flight have been answered; takes no further plan."""
@@ -134,7 +142,7 @@ class Epoch:
             sent_unix_ns=time.time_ns(),
             ping_unix_ns=ping_unix_ns,
             step=self._last_done,
-            running_ms=self._steps.running_ms(),
+            running_ms=self._running_ms(),
         )
         self._outbox.put_nowait(pb.RunResponse(heartbeat=beat))
 
@@ -168,25 +176,22 @@ class Epoch:
     async def _execute(self, plan: Plan, masks: StepMasks | None, received_ns: int) -> None:
         begun_ns = received_ns
 
-        def work() -> Outcome:
+        def launch() -> Launched:
             nonlocal begun_ns
             begun_ns = time.time_ns()
             if self._over:
                 raise EpochOverError
-            try:
-                return self._executor.execute(plan, masks)
-            except BaseException:
-                self._over = True  # before the step behind it begins, on this same thread
-                raise
+            return self._guarded(lambda: self._executor.launch(plan, masks))
 
         try:
-            outcome = await asyncio.wrap_future(self._steps.submit(work, deadline_s=plan.deadline_s))
+            step = await asyncio.wrap_future(self._steps.submit(launch, deadline_s=plan.deadline_s))
+            outcome = await self._outcome(step, plan.deadline_s)
         except EpochOverError:
             pass
         except BadPlanError as error:
             self._fault(pb.FAULT_KIND_BAD_PLAN, plan.step, error)
-        except RanksLostError as error:
-            self.lose_ranks(error, plan.step)
+        except (RanksLostError, DeviceLostError) as error:
+            self.lose(error, plan.step)
         except asyncio.CancelledError:
             raise
         except BaseException as error:
@@ -200,6 +205,30 @@ class Epoch:
         finally:
             self._masks.done(plan.step)
             self._in_flight.popleft()
+
+    def _guarded(self, work: Callable[[], T]) -> T:
+        """What fails ends the epoch before the step behind it begins."""
+        try:
+            return work()
+        except BaseException:
+            self._over = True
+            raise
+
+    async def _outcome(self, step: Launched, deadline_s: float | None) -> Outcome:
+        """Waits where waiting keeps nobody: the step thread launches the next step meanwhile."""
+        if step.is_done:
+            return step.outcome()
+        waited = self._results().submit(lambda: self._guarded(step.outcome), deadline_s=deadline_s)
+        self._waited_since_s = self._waited_since_s or time.monotonic()
+        try:
+            return await asyncio.wrap_future(waited)
+        finally:
+            self._waited_since_s = time.monotonic() if len(self._in_flight) > 1 else None
+
+    def _running_ms(self) -> int | None:
+        if self._waited_since_s is None:
+            return self._steps.running_ms()
+        return int((time.monotonic() - self._waited_since_s) * 1000)
 
     def _fault(
         self, kind: pb.FaultKind.ValueType, step: int | None, error: BaseException, *, fatal: bool = False

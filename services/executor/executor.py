@@ -6,8 +6,10 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,9 +21,11 @@ from services.executor import loader, memory
 from services.executor.attention.contract import Needs
 from services.executor.attention.selection import select
 from services.executor.batch import PersistentBatch, ScoredSpan, StepInputs
+from services.executor.device import DeviceLostError
+from services.executor.dtypes import CPU_DTYPES, Dtypes
 from services.executor.logprobs import Logprobs
 from services.executor.masks import StepMasks
-from services.executor.plan import Int64s, Outcome, Plan, Settings, Started
+from services.executor.plan import Int64s, Outcome, Plan, RanksLostError, Settings, Started
 from services.executor.runner import ModelRunner
 from services.executor.sampler import Masks, Sampled, Sampler
 from services.executor.sampling_params import SamplingParams
@@ -43,21 +47,46 @@ class Facts:
     weights_hash: str
     config_hash: str
     vocab_size: int
+    dtype: torch.dtype
     kv_dtype: torch.dtype
     block_bytes: int
     kv_bytes: int
 
 
+class Launched(Protocol):
+    """A step under way on the device."""
+
+    @property
+    def is_done(self) -> bool:
+        """Its outcome is there without waiting."""
+
+    def outcome(self) -> Outcome:
+        """Waits for it; from any thread. The outcomes of steps are asked for in their order."""
+
+
+@dataclass(frozen=True, eq=False)
+class Done:
+    """A step whose outcome is there."""
+
+    found: Outcome
+    is_done = True
+
+    def outcome(self) -> Outcome:
+        return self.found
+
+
 class Executor:
     """Weights, KV tensors and the persistent batch. Every method but the constructor runs on the step thread.
 
-    `threads` compute threads; `kv_memory_bytes` for KV, None for memory.KV_SHARE of what is left; `load` brings the
-    checkpoint, `sampler` makes what draws from a vocabulary, `scorer` says how likely prompt ids are. Raises StartError
-    for more threads than there are CPUs.
+    `threads` compute threads; `kv_memory_bytes` for KV, None for memory.KV_SHARE of what is left; `attention_backend`
+    by name, None for the best; `load` brings the checkpoint, `sampler` makes what draws from a vocabulary, `scorer`
+    says how likely prompt ids are. Raises StartError for more threads than there are CPUs.
     """
 
     tp_size = 1
     """Ranks that share a model; this one alone."""
+    lost_error: type[RanksLostError] | type[DeviceLostError] = RanksLostError
+    """What `lost` is called."""
 
     def __init__(
         self,
@@ -65,6 +94,7 @@ class Executor:
         *,
         threads: int,
         kv_memory_bytes: int | None = None,
+        attention_backend: str | None = None,
         load: Callable[[Path, torch.dtype, loader.Report, str], loader.Checkpoint] = loader.load,
         sampler: Callable[[int], Sampler] = Sampler,
         scorer: Score | None = None,
@@ -77,6 +107,8 @@ class Executor:
         self._score = scorer or score
         self._threads = threads
         self._kv_memory_bytes = kv_memory_bytes
+        self._attention_backend = attention_backend
+        self._lost: Future[str] = Future()
         self._checkpoint: loader.Checkpoint | None = None
         self._settings: Settings | None = None
         self._facts: Facts | None = None
@@ -89,6 +121,16 @@ class Executor:
     def revision(self) -> str:
         """The hub's commit that the files are of; empty where that is not known."""
         return revision(self._path)
+
+    @property
+    def lost(self) -> Future[str]:
+        """Done once this process cannot work any more: why, for people."""
+        return self._lost
+
+    @property
+    def dtypes(self) -> Dtypes:
+        """What the model can be served in here."""
+        return CPU_DTYPES
 
     @property
     def mask_shape(self) -> tuple[int, int]:
@@ -127,14 +169,11 @@ class Executor:
         paged_attention.set_num_threads(self._threads)
         checkpoint = self._load(self._path, dtype, report, weights_hash)
         shape = checkpoint.shape
-        if settings.context_tokens > shape.context_tokens:
-            raise StartError(
-                f"a context of {settings.context_tokens} tokens is asked for, the model holds {shape.context_tokens}"
-            )
+        check_context(settings, shape.context_tokens)
         needs = Needs.of(
             shape, device="cpu", dtype=dtype, kv_dtype=kv_dtype or dtype, block_tokens=settings.block_tokens
         )
-        runner = ModelRunner(checkpoint, select(needs), needs)
+        runner = ModelRunner(checkpoint, select(needs, self._attention_backend), needs)
         kv_bytes = memory.kv_budget_bytes(self._kv_memory_bytes, memory.available_bytes())
         self._checkpoint, self._settings, self._runner = checkpoint, settings, runner
         self._facts = Facts(
@@ -142,6 +181,7 @@ class Executor:
             weights_hash=checkpoint.weights_hash,
             config_hash=config_hash(self._path),
             vocab_size=shape.vocab_size,
+            dtype=needs.dtype,
             kv_dtype=needs.kv_dtype,
             block_bytes=shape.layers * needs.block_bytes,
             kv_bytes=kv_bytes,
@@ -182,12 +222,7 @@ class Executor:
         if self._runner is None or self._settings is None or self._facts is None:
             raise StartError("no model is loaded; call Load first")
         try:
-            self._runner.allocate(num_blocks)
-            self._batch = PersistentBatch(
-                self._settings, num_blocks, self._facts.vocab_size, tokenizer_size(self._path)
-            )
-            self._sampler = self._make_sampler(self._facts.vocab_size)
-            self._warm_up(self._batch, num_blocks)
+            self._make(self._runner, self._settings, self._facts, num_blocks)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -196,6 +231,13 @@ class Executor:
                 f" {self._settings.max_step_tokens} tokens; ask for less"
             ) from error
         self._num_blocks = num_blocks
+
+    def _make(self, runner: ModelRunner, settings: Settings, facts: Facts, num_blocks: int) -> None:
+        """What `allocate` is about."""
+        runner.allocate(num_blocks)
+        self._batch = PersistentBatch(settings, num_blocks, facts.vocab_size, tokenizer_size(self._path))
+        self._sampler = self._make_sampler(facts.vocab_size)
+        self._warm_up(self._batch, num_blocks)
 
     @torch.inference_mode()
     def execute(self, plan: Plan, masks: StepMasks | None = None) -> Outcome:
@@ -210,8 +252,8 @@ class Executor:
         self._runner.copy_blocks(plan.copies)
         self._batch.fail(inputs.failed_slots)
         if not inputs.slots.size:
-            _masked(inputs, masks, begun)
-            return _outcome(plan.step, inputs, None, begun, begun)
+            masked_rows(inputs, masks, begun)
+            return outcome(plan.step, inputs, None)
         scored = NOTHING_SCORED
         if inputs.scored:
             logits, hidden = self._runner.forward_with_hidden(inputs, self._batch.tables)
@@ -222,15 +264,22 @@ class Executor:
             logits = self._runner.forward(inputs, self._batch.tables)
             computed = time.perf_counter()
         if not inputs.sampling_rows.size:
-            _masked(inputs, masks, begun)
-            return _outcome(plan.step, inputs, None, begun, computed, scored=scored)
-        masked = _masked(inputs, masks, begun)
+            masked_rows(inputs, masks, begun)
+            return _timed(outcome(plan.step, inputs, None, scored), begun, computed)
+        masked = masked_rows(inputs, masks, begun)
         sampled = self._sampler.sample(logits, self._batch.sample_rows(inputs), masked)
         slots = inputs.slots[inputs.sampling_rows]
         sampled = replace(sampled, failed=sampled.failed | np.isin(slots, scored.failed_slots))
         self._batch.append(slots[~sampled.failed], sampled.token_ids[~sampled.failed])
         self._batch.fail(slots[sampled.failed])
-        return _outcome(plan.step, inputs, sampled, begun, computed, scored)
+        return _timed(outcome(plan.step, inputs, sampled, scored), begun, computed)
+
+    def launch(self, plan: Plan, masks: StepMasks | None = None) -> Launched:
+        """`execute`, where the device can be left to its work: the next step may be launched before this one is done.
+
+        What goes wrong there is raised by the outcome.
+        """
+        return Done(self.execute(plan, masks))
 
     def reset(self) -> None:
         """Ends an epoch: every slot is forgotten."""
@@ -245,23 +294,7 @@ class Executor:
         """Runs a prefill and a decode step of a made-up request, so that kernels are compiled and buffers grown."""
         if self._runner is None or self._sampler is None or self._settings is None:
             raise RuntimeError("warm-up before load")
-        settings = self._settings
-        room = min(settings.context_tokens, settings.max_step_tokens, (num_blocks - 1) * settings.block_tokens)
-        blocks = -(-room // settings.block_tokens)
-        prompt = max(1, room - 1)
-        empty = np.zeros(0, np.int64)
-        request = Started(
-            slot=0,
-            token_ids=np.zeros(prompt, np.uint32),
-            prompt_tokens=prompt,
-            computed_tokens=0,
-            block_ids=np.arange(1, blocks + 1),
-            sampling=SamplingParams(logprobs=1),
-        )
-        steps = [Plan(1, empty, (request,), empty.reshape(0, 2), np.array([0]), np.array([prompt]), None, None)]
-        if prompt < room:
-            steps.append(Plan(2, empty, (), empty.reshape(0, 2), np.array([0]), np.array([1]), None, None))
-        for step in steps:
+        for step in warm_up_steps(self._settings, num_blocks):
             inputs = batch.begin(step)
             logits = self._runner.forward(inputs, batch.tables)
             self._sampler.sample(logits, batch.sample_rows(inputs))
@@ -276,7 +309,33 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def _masked(inputs: StepInputs, masks: StepMasks | None, begun: float) -> Masks | None:
+def check_context(settings: Settings, model_tokens: int) -> None:
+    """Raises StartError where the model has fewer positions than are asked for."""
+    if settings.context_tokens > model_tokens:
+        raise StartError(f"a context of {settings.context_tokens} tokens is asked for, the model holds {model_tokens}")
+
+
+def warm_up_steps(settings: Settings, num_blocks: int) -> list[Plan]:
+    """Plans of a made-up request: a prompt as long as a step may have, and a decode where there is room for one."""
+    room = min(settings.context_tokens, settings.max_step_tokens, (num_blocks - 1) * settings.block_tokens)
+    blocks = -(-room // settings.block_tokens)
+    prompt = max(1, room - 1)
+    empty = np.zeros(0, np.int64)
+    request = Started(
+        slot=0,
+        token_ids=np.zeros(prompt, np.uint32),
+        prompt_tokens=prompt,
+        computed_tokens=0,
+        block_ids=np.arange(1, blocks + 1),
+        sampling=SamplingParams(logprobs=1),
+    )
+    steps = [Plan(1, empty, (request,), empty.reshape(0, 2), np.array([0]), np.array([prompt]), None, None)]
+    if prompt < room:
+        steps.append(Plan(2, empty, (), empty.reshape(0, 2), np.array([0]), np.array([1]), None, None))
+    return steps
+
+
+def masked_rows(inputs: StepInputs, masks: StepMasks | None, begun: float) -> Masks | None:
     """The masks of the rows that sample; all of the step's are waited for, also those of rows that have failed."""
     if masks is None:
         return None
@@ -286,16 +345,10 @@ def _masked(inputs: StepInputs, masks: StepMasks | None, begun: float) -> Masks 
     return Masks(inputs.masked_rows, np.stack([words[slot] for slot in inputs.masked_slots.tolist()]))
 
 
-def _outcome(
-    step: int,
-    inputs: StepInputs,
-    sampled: Sampled | None,
-    begun: float,
-    computed: float,
-    scored: Scored = NOTHING_SCORED,
-) -> Outcome:
+def outcome(step: int, inputs: StepInputs, sampled: Sampled | None, scored: Scored = NOTHING_SCORED) -> Outcome:
+    """What a step gave, without its times."""
     counts = np.zeros(len(inputs.places) + len(inputs.failed_slots), np.int64)
-    failed = tuple(inputs.failed_slots.tolist())
+    failed = inputs.failed_slots.tolist()
     none = np.zeros(0, np.int64)
     if sampled is None:
         return Outcome(
@@ -306,8 +359,6 @@ def _outcome(
             logprob_places=none,
             logprobs=Logprobs.none(),
             prompt_scores=scored.scores,
-            execute_us=_microseconds(begun, computed),
-            sample_us=_microseconds(computed, time.perf_counter()) if scored.scores else 0,
         )
     good: np.ndarray[tuple[int], np.dtype[np.bool_]] = ~sampled.failed
     counts[inputs.places[inputs.sampling_rows]] = good
@@ -324,9 +375,12 @@ def _outcome(
         logprob_places=places,
         logprobs=sampled.logprobs.where(told),
         prompt_scores=scored.scores,
-        execute_us=_microseconds(begun, computed),
-        sample_us=_microseconds(computed, time.perf_counter()),
     )
+
+
+def _timed(outcome: Outcome, begun: float, computed: float) -> Outcome:
+    sample_us = _microseconds(computed, time.perf_counter())
+    return replace(outcome, execute_us=_microseconds(begun, computed), sample_us=sample_us)
 
 
 def _microseconds(begin: float, end: float) -> int:

@@ -11,10 +11,12 @@ from triptych.executor.v1 import executor_pb2 as pb
 
 from services.common.contract import PROTOCOL_VERSION
 from services.common.errors import RequestError, StartError
-from services.executor import architecture, loader, memory, wire
+from services.executor import architecture, devices, loader, memory, wire
 from services.executor.attention import selection
 from services.executor.attention.contract import Needs
 from services.executor.config import ExecutorConfig
+from services.executor.device_executor import KV_SHARE as DEVICE_KV_SHARE
+from services.executor.dtypes import CPU_DTYPES, Dtypes, on_device
 from services.executor.ranks.division import Shard
 
 
@@ -22,6 +24,7 @@ from services.executor.ranks.division import Shard
 class Fit:
     """The memory arithmetic of a model, and what each attention backend says of it."""
 
+    device: str
     dtype: str
     kv_dtype: str
     vocab_size: int
@@ -41,16 +44,20 @@ class Fit:
     threads: memory.Threads
     backends: Mapping[str, Sequence[str]]
     """By name, the best first: reasons for not serving this model, none where it does."""
+    backend: str | None
+    """The one that was asked for by name; None: the best."""
 
 
 def fit(path: Path, engine: pb.EngineConfig, config: ExecutorConfig) -> Fit:
     """As an executor of `config` would decide on a Load of `engine`. Raises StartError with its reason for refusing."""
-    call = _load_call(engine, config.tp_size)
+    device = devices.choose(config.device, config.kernels)
+    dtypes = CPU_DTYPES if device is None else on_device(path)
+    call = _load_call(engine, config.tp_size, dtypes)
     shape = architecture.figures(architecture.read(path))
     threads = memory.compute_threads(config.threads, ranks=config.tp_size)
-    available, ranks = memory.available_bytes(), config.tp_size
+    available, ranks = memory.available_bytes() if device is None else device.available_bytes(), config.tp_size
     shards = [Shard(rank, ranks, available // ranks) for rank in range(ranks)] if ranks > 1 else [None]
-    rank_weight_bytes = [loader.weight_bytes(path, call.dtype, shard) for shard in shards]
+    rank_weight_bytes = [loader.weight_bytes(path, call.dtype, shard, packed=device is None) for shard in shards]
     weight_bytes = sum(rank_weight_bytes)
     whole: tuple[str, ...] = ()
     if shards[0] is not None:
@@ -62,22 +69,31 @@ def fit(path: Path, engine: pb.EngineConfig, config: ExecutorConfig) -> Fit:
             f"{_name(call.dtype)}, {available} are free; raise the memory limit or serve a smaller model"
         )
     needs = Needs.of(
-        shape, device=config.device, dtype=call.dtype, kv_dtype=call.kv_dtype, block_tokens=engine.block_tokens
+        shape,
+        device="cpu" if device is None else device.kind,
+        dtype=call.dtype,
+        kv_dtype=call.kv_dtype,
+        block_tokens=engine.block_tokens,
+        capability=None if device is None else device.capability,
+        graphs=bool(config.graph_sizes),
     )
     block_bytes = shape.layers * needs.block_bytes
+    share = memory.KV_SHARE if device is None else DEVICE_KV_SHARE  # there after activations, which are not known here
     return Fit(
+        device="cpu" if device is None else device.name,
         dtype=_name(call.dtype),
         kv_dtype=_name(call.kv_dtype),
         vocab_size=shape.vocab_size,
         weight_bytes=weight_bytes,
         available_bytes=available,
-        kv_bytes=memory.kv_budget_bytes(config.kv_memory_bytes, (available - weight_bytes) // ranks),
+        kv_bytes=memory.kv_budget_bytes(config.kv_memory_bytes, (available - weight_bytes) // ranks, share),
         block_bytes=block_bytes,
         token_bytes=block_bytes // engine.block_tokens,
         rank_weight_bytes=rank_weight_bytes,
         whole=whole,
         threads=threads,
         backends=selection.survey(needs),
+        backend=config.attention_backend,
     )
 
 
@@ -94,10 +110,10 @@ def _by_rank(weight_bytes: Sequence[int]) -> str:
     return f" by {len(weight_bytes)} ranks ({', '.join(map(str, weight_bytes))})" if len(weight_bytes) > 1 else ""
 
 
-def _load_call(engine: pb.EngineConfig, tp_size: int) -> wire.LoadCall:
+def _load_call(engine: pb.EngineConfig, tp_size: int, dtypes: Dtypes) -> wire.LoadCall:
     request = pb.LoadRequest(min_version=PROTOCOL_VERSION, max_version=PROTOCOL_VERSION, config=engine)
     try:
-        return wire.load_call(request, tp_size)
+        return wire.load_call(request, tp_size, dtypes)
     except RequestError as error:
         raise StartError(f"the executor refuses it: {error.message}") from None
 

@@ -18,6 +18,7 @@ from kernels.cpu.linear import Packed
 from services.common.errors import StartError
 from services.executor import architecture, conversion, fusing, memory, packing
 from services.executor.attention.selection import IMPLEMENTATION
+from services.executor.device import Device
 from services.executor.ranks import division, layers
 from services.executor.ranks.division import Division, Part, Shard
 from services.executor.weight_files import Hashing, WeightFiles, enumerated, locate
@@ -54,9 +55,16 @@ class Checkpoint:
 
 
 def load(
-    path: Path, dtype: torch.dtype, report: Report, expected_hash: str = "", shard: Shard | None = None
+    path: Path,
+    dtype: torch.dtype,
+    report: Report,
+    expected_hash: str = "",
+    shard: Shard | None = None,
+    device: Device | None = None,
 ) -> Checkpoint:
-    """Builds the model on the CPU in `dtype`, by torch's number of threads; `report` is called from this thread.
+    """Builds the model in `dtype`, by torch's number of threads; `report` is called from this thread.
+
+    On the CPU, or on `device`, where nothing is packed and nothing fused: its modules are transformers' own.
 
     Of `shard`, a rank, only the part of each tensor is read that the rank holds, its layers are not connected yet with
     the other ranks', and rank 0 alone hashes the files. Raises StartError when the model is not served, it cannot be
@@ -72,7 +80,7 @@ def load(
         if expected_hash:
             _expect(path, expected_hash, _hashed(hashing, report))
         held = _divide(model, config, dtype, recipes, shard)
-        _assign(path, model, recipes, files, dtype, threads, report, held)
+        _assign(path, model, recipes, files, dtype, threads, report, held, device)
         digest = _hashed(hashing, report)
     shape = architecture.figures(config)
     if held is None:
@@ -85,18 +93,18 @@ def weight_files(path: Path) -> list[Path]:
     return sorted(set(locate(path).values()))
 
 
-def weight_bytes(path: Path, dtype: torch.dtype, shard: Shard | None = None) -> int:
+def weight_bytes(path: Path, dtype: torch.dtype, shard: Shard | None = None, *, packed: bool = True) -> int:
     """Bytes that the weights take when served in `dtype`, from config.json and the files' headers; none is read.
 
-    Of `shard`, those of its rank. Raises StartError when the model is not served, or cannot be divided, or tensors are
-    missing, unexpected or of another shape.
+    Of `shard`, those of its rank; `packed` as on the CPU, or dense as on a device. Raises StartError when the model is
+    not served, or cannot be divided, or tensors are missing, unexpected or of another shape.
     """
     config = architecture.read(path)
     model = _skeleton(config, dtype)
     files = WeightFiles(path)
     recipes = _recipes(path, model, files)
     _divide(model, config, dtype, recipes, shard)
-    return _held_bytes(model, recipes, files, dtype)
+    return _held_bytes(model, recipes, files, dtype, packed)
 
 
 def divided(path: Path, dtype: torch.dtype, shard: Shard) -> Division:
@@ -206,18 +214,19 @@ def _assign(
     threads: int,
     report: Report,
     held: Division | None,
+    device: Device | None,
 ) -> None:
     """Replaces the meta parameters by what is served of the files' tensors."""
-    total = _held_bytes(model, recipes, files, dtype)
+    total = _held_bytes(model, recipes, files, dtype, packed=device is None)
     parts = {} if held is None else held.parts
-    available = memory.available_bytes() if held is None else held.shard.available_bytes
+    available = _available_bytes(held, device)
     if total > available:
         raise StartError(_too_large(path, total, dtype, available))
     tied = model.config.tie_word_embeddings
     if tied and _HEAD in recipes:
         _check_tied(path, model, recipes, files, parts.get(_HEAD))
     state, packed = _read(
-        model, recipes, files, dtype, threads, parts, lambda done: report(Progress("weights", done, total))
+        model, recipes, files, dtype, threads, parts, device, lambda done: report(Progress("weights", done, total))
     )
     places = model.state_dict()
     _refuse(path, shapes=[_other_shape(name, one.shape, places[name].shape) for name, one in sorted(state.items())])
@@ -227,6 +236,8 @@ def _assign(
     packing.install(model, packed)
     if held is not None:
         layers.install(model, held)
+    if device is not None:
+        model.to(device.torch_device)  # what is left on the CPU: buffers, which no file holds
     if packed:
         packed.clear()  # what is fused is a copy: its parts must be free to go
         fusing.install(model)
@@ -240,6 +251,7 @@ def _read(
     dtype: torch.dtype,
     threads: int,
     parts: Mapping[str, Part],
+    device: Device | None,
     on_bytes: Callable[[int], object],
 ) -> tuple[dict[str, torch.Tensor], dict[str, Packed]]:
     """All tensors but a tied head, by name: those that stay dense, and the packed ones. `on_bytes` hears the sum."""
@@ -248,7 +260,7 @@ def _read(
     state: dict[str, torch.Tensor] = {}
     packed: dict[str, Packed] = {}
     done = 0
-    for name, one in _made(model, wanted, files, dtype, threads, parts):
+    for name, one in _made(model, wanted, files, dtype, threads, parts, device):
         if isinstance(one, Packed):
             packed[name] = one
             done += one.panels.nbytes
@@ -266,18 +278,20 @@ def _made(
     dtype: torch.dtype,
     threads: int,
     parts: Mapping[str, Part],
+    device: Device | None,
 ) -> Iterator[tuple[str, Packed | torch.Tensor]]:
     """Each tensor of the model, packed or in `dtype`, as they become ready: read in the order of the files.
 
     A thread holds one tensor of the files at a time.
     """
-    packable = packing.packable(model, dtype)
+    packable = packing.packable(model, dtype) if device is None else frozenset()
+    place = torch.device("cpu") if device is None else device.torch_device
 
     def make(name: str) -> tuple[str, Packed | torch.Tensor]:
         recipe = recipes[name]
         stored = _part(recipe.make(model, files.read), parts.get(name))
         # A copy even without conversion: aligned, and safe when the file is replaced while it is served.
-        made = packing.pack(stored) if name in packable else stored.to(dtype, copy=True)
+        made = packing.pack(stored) if name in packable else stored.to(dtype, copy=True).to(place)
         files.release(recipe.sources)
         return name, made
 
@@ -297,9 +311,15 @@ def _part(tensor: torch.Tensor, part: Part | None) -> torch.Tensor:
     return tensor if part is None else tensor.narrow(part.dim, part.begin, part.end - part.begin)
 
 
-def _held_bytes(model: PreTrainedModel, recipes: Recipes, files: WeightFiles, dtype: torch.dtype) -> int:
+def _available_bytes(held: Division | None, device: Device | None) -> int:
+    if device is not None:
+        return device.available_bytes()
+    return memory.available_bytes() if held is None else held.shard.available_bytes
+
+
+def _held_bytes(model: PreTrainedModel, recipes: Recipes, files: WeightFiles, dtype: torch.dtype, packed: bool) -> int:
     """Bytes of all tensors once loaded; tied ones count once."""
-    packable = packing.packable(model, dtype)
+    packable = packing.packable(model, dtype) if packed else frozenset()
     total = 0
     for name, tensor in model.state_dict().items():
         if not (name == _HEAD and model.config.tie_word_embeddings):

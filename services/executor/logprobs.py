@@ -40,9 +40,19 @@ class Logprobs:
     ) -> Logprobs:
         """By logits [n, vocab], with `tops` [n] alternatives, at most the vocabulary. The softmax is in float64."""
         tops = tops.clip(max=logits.shape[1])
-        most = int(tops.max(initial=0))
-        own, ranks, top_ids, top = kernels.score(logits, token_ids, most)
-        wanted = np.arange(most) < tops[:, None]
+        return cls.chosen(*kernels.score(logits, token_ids, int(tops.max(initial=0))), tops)
+
+    @classmethod
+    def chosen(
+        cls,
+        own: npt.NDArray[np.float64],
+        ranks: npt.NDArray[np.int64],
+        top_ids: npt.NDArray[np.int64],
+        top: npt.NDArray[np.float64],
+        tops: npt.NDArray[np.int64],
+    ) -> Logprobs:
+        """Of each id `tops` [n] of the alternatives [n, most] that were found for it."""
+        wanted = np.arange(top.shape[1]) < tops[:, None]
         return cls(
             _told(own), ranks.astype(np.uint32), tops.astype(np.uint32), top_ids[wanted].astype(np.uint32),
             _told(top[wanted]),

@@ -15,8 +15,10 @@ from services.common import checkpoint, collector, config, logs
 from services.common.errors import StartError
 from services.common.server import Server
 from services.common.startup import Startup
-from services.executor import architecture, loader, memory
+from services.executor import architecture, devices, loader, memory
 from services.executor.config import ExecutorConfig
+from services.executor.device import Device
+from services.executor.device_executor import DeviceExecutor
 from services.executor.executor import Executor
 from services.executor.loader import weight_files
 from services.executor.ranks.division import Shard
@@ -53,8 +55,24 @@ def _executor(path: Path, settings: ExecutorConfig) -> Executor:
     ranks = settings.tp_size
     threads = memory.compute_threads(settings.threads, ranks=ranks)
     log.info("compute threads: %d, since %s", threads.count, threads.reason)
+    device = devices.choose(settings.device, settings.kernels)
+    _refuse_together(settings, device)
+    if device is not None:
+        return DeviceExecutor(
+            path,
+            device=device,
+            threads=threads.count,
+            kv_memory_bytes=settings.kv_memory_bytes,
+            attention_backend=settings.attention_backend,
+            graph_sizes=settings.graph_sizes,
+        )
     if ranks == 1:
-        return Executor(path, threads=threads.count, kv_memory_bytes=settings.kv_memory_bytes)
+        return Executor(
+            path,
+            threads=threads.count,
+            kv_memory_bytes=settings.kv_memory_bytes,
+            attention_backend=settings.attention_backend,
+        )
     loader.divided(path, torch.float32, Shard(0, ranks, 0))  # refuses what cannot be
     peers = Peers(
         path,
@@ -68,6 +86,18 @@ def _executor(path: Path, settings: ExecutorConfig) -> Executor:
     except StartError:
         peers.close()
         raise
+
+
+def _refuse_together(settings: ExecutorConfig, device: Device | None) -> None:
+    """Raises StartError for options that are not served with one another."""
+    if settings.tp_size > 1 and device is not None:
+        raise StartError(f"--tp-size is {settings.tp_size}: ranks are served on the CPU alone yet; give --device cpu")
+    if settings.tp_size > 1 and settings.attention_backend is not None:
+        raise StartError("--attention-backend is not served with --tp-size yet; leave it unset")
+    if device is None and settings.graph_sizes:
+        raise StartError(
+            f"--cuda-graph-sizes is {settings.cuda_graph_sizes}, but the device is the CPU; leave it unset"
+        )
 
 
 async def _serve(executor: Executor, settings: ExecutorConfig, startup: Startup) -> None:
@@ -85,17 +115,15 @@ async def _serve(executor: Executor, settings: ExecutorConfig, startup: Startup)
     await asyncio.wait({serving, lost}, return_when=asyncio.FIRST_COMPLETED)
     if not serving.done():
         serving.cancel()
-        await servicer.lose_ranks(lost.result())
+        await servicer.lose(lost.result())
         await server.stop()
     lost.cancel()
     await servicer.close()
     if lost.done() and not lost.cancelled():
-        raise StartError(f"{lost.result()}; the executor ends with its ranks, start it again")
+        what = "its device" if isinstance(executor, DeviceExecutor) else "its ranks"
+        raise StartError(f"{lost.result()}; the executor ends with {what}, start it again")
 
 
 async def _lost(executor: Executor) -> str:
-    """Why the executor's ranks are lost, once they are."""
-    if isinstance(executor, LeadingExecutor):
-        return await asyncio.wrap_future(executor.lost)
-    await asyncio.Event().wait()
-    raise AssertionError("nothing sets this event")
+    """Why the executor's ranks or its device are lost, once they are."""
+    return await asyncio.wrap_future(executor.lost)

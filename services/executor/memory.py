@@ -99,10 +99,10 @@ def threads_left(at: Hierarchy = HOST) -> int | None:
     return min(rest, default=None)
 
 
-def kv_budget_bytes(asked: int | None, available: int) -> int:
-    """Bytes for KV: `asked`, else KV_SHARE of `available`. Raises StartError where more is asked than there is."""
+def kv_budget_bytes(asked: int | None, available: int, share: float = KV_SHARE) -> int:
+    """Bytes for KV: `asked`, else `share` of `available`. Raises StartError where more is asked than there is."""
     if asked is None:
-        return int(available * KV_SHARE)
+        return int(available * share)
     if asked > available:
         raise StartError(
             f"--kv-memory-bytes is {asked}, but {available} bytes are left after the weights; "

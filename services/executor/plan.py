@@ -105,5 +105,7 @@ class Outcome:
     logprobs: Logprobs
     """[n]"""
     prompt_scores: tuple[PromptScores, ...]
-    execute_us: int
-    sample_us: int
+    execute_us: int = 0
+    sample_us: int = 0
+    in_graph: bool | None = None
+    """Whether a captured graph was replayed; None: there are none on this device."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +26,11 @@ class ModelRunner:
         self._backend = backend
         self._needs = needs
         self._cache: KvCache | None = None
+
+    @property
+    def model_type(self) -> str:
+        """The family, by config.json's name."""
+        return str(self._model.config.model_type)
 
     def allocate(self, num_blocks: int) -> None:
         """Makes KV tensors of `num_blocks` blocks."""
@@ -57,13 +64,19 @@ class ModelRunner:
         self, inputs: StepInputs, tables: npt.NDArray[np.int32]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`forward`, and the hidden states [tokens, hidden] that `head` makes logits of."""
+        with self._hidden() as kept:
+            logits = self.forward(inputs, tables)
+        return logits, kept[0]
+
+    @contextmanager
+    def _hidden(self) -> Iterator[list[torch.Tensor]]:
+        """What the model's body returns meanwhile, [tokens, hidden] a call."""
         kept: list[torch.Tensor] = []
         hook = self._model.base_model.register_forward_hook(lambda *call: kept.append(call[-1].last_hidden_state[0]))
         try:
-            logits = self.forward(inputs, tables)
+            yield kept
         finally:
             hook.remove()
-        return logits, kept[0]
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [rows, vocab] of hidden states [rows, hidden], by the family's own last layer and soft cap.

@@ -74,6 +74,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self._startup = startup or Startup()
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         self._steps = StepThread(on_end=lambda: loop.call_soon_threadsafe(ended.set))
+        self._on_thread_end = lambda: loop.call_soon_threadsafe(ended.set)
+        self._results: StepThread | None = None
         self._loading: _Loading | None = None
         self._allocated = False
         self._epoch: Epoch | None = None
@@ -87,7 +89,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self, request: pb.LoadRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.LoadResponse]:
         self._refuse_when_draining()
-        call = wire.load_call(request, self._executor.tp_size)
+        call = wire.load_call(request, self._executor.tp_size, self._executor.dtypes)
         ours = self._executor.revision
         if ours and call.revision and ours != call.revision:
             raise _precondition(
@@ -160,11 +162,11 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         if self._epoch is not None:
             await self._epoch.drain(unavailable("DRAINING", "the executor is shutting down"))
 
-    async def lose_ranks(self, reason: str) -> None:
+    async def lose(self, reason: str) -> None:
         """Refuses new calls and ends the Run stream with a fatal Fault: the process is to end."""
         self._draining = True
         if self._epoch is not None:
-            self._epoch.lose_ranks(RanksLostError(reason))
+            self._epoch.lose(self._executor.lost_error(reason))
         await self._health.set_ready(False)
         await self._health.set_generate(False)
 
@@ -174,6 +176,14 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         if self._epoch is not None:
             self._epoch.end()
         await asyncio.to_thread(self._steps.close, _CLOSE_S)
+        if self._results is not None:
+            await asyncio.to_thread(self._results.close, _CLOSE_S)
+
+    def _results_thread(self) -> StepThread:
+        """Made where a device needs it: on a CPU a step's outcome is there when the step thread is through with it."""
+        if self._results is None:
+            self._results = StepThread(name="results", on_end=self._on_thread_end)
+        return self._results
 
     async def _open(self, first: pb.Open) -> Epoch:
         """Begins the epoch, ending the one that runs. Raises RequestError."""
@@ -193,7 +203,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             if first.epoch != self._last_epoch:
                 raise _aborted(self._last_epoch)
             self._refuse_when_draining()
-            epoch = self._epoch = Epoch(first.epoch, self._executor, self._steps)
+            epoch = self._epoch = Epoch(first.epoch, self._executor, self._steps, self._results_thread)
         log.info("epoch %d begins", epoch.number)
         await self._health.set_generate(True)
         note = asyncio.create_task(self._note_end(epoch))

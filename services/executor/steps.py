@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 class StepThread:
     """Runs jobs in the order they are given. What a job raises goes to its future; the thread lives on."""
 
-    def __init__(self, on_end: Callable[[], object] = lambda: None) -> None:
-        """`on_end` is called from the thread when it ends, for whatever reason."""
+    def __init__(self, on_end: Callable[[], object] = lambda: None, name: str = "steps") -> None:
+        """`on_end` is called from the thread, `name`, when it ends, for whatever reason."""
         self._on_end = on_end
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._watchdog = _Watchdog()
         self._started_at: float | None = None
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, job: Callable[[], T], *, deadline_s: float | None = None) -> Future[T]:

@@ -12,6 +12,7 @@ from triptych.inference.v1 import generation_pb2
 
 from services.common.contract import PROTOCOL_VERSION, SAMPLING, SERVED_SAMPLING, Door
 from services.common.errors import RequestError, invalid, unserved
+from services.executor.dtypes import CPU_DTYPES, Dtypes
 from services.executor.executor import Facts
 from services.executor.logprobs import Logprobs
 from services.executor.masks import CACHE_SIZE, Mask, Words, allowing
@@ -21,9 +22,15 @@ from services.executor.sampling_params import SamplingParams
 FEATURES: tuple[str, ...] = ()
 """Optional parts of the contract served; none yet."""
 
-_DTYPES = {pb.D_TYPE_UNSPECIFIED: torch.float32, pb.D_TYPE_FLOAT32: torch.float32}
-_KV_DTYPES = _DTYPES | {pb.D_TYPE_BFLOAT16: torch.bfloat16, pb.D_TYPE_INT8: torch.int8}
-_NUMBERS = {torch.float32: pb.D_TYPE_FLOAT32, torch.bfloat16: pb.D_TYPE_BFLOAT16, torch.int8: pb.D_TYPE_INT8}
+_DTYPES = {
+    pb.D_TYPE_FLOAT32: torch.float32,
+    pb.D_TYPE_FLOAT16: torch.float16,
+    pb.D_TYPE_BFLOAT16: torch.bfloat16,
+    pb.D_TYPE_E4M3: torch.float8_e4m3fn,
+    pb.D_TYPE_INT8: torch.int8,
+}
+_NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
+_GRAPHS = {None: pb.GRAPH_KIND_UNSPECIFIED, False: pb.GRAPH_KIND_EAGER, True: pb.GRAPH_KIND_FULL}
 
 # The fields served now; every other one is refused. Rank and rendezvous are not: the ranks of an executor are its own
 # processes, on its own machine. Counts of pipeline and data parallelism are served as "undivided" alone.
@@ -108,8 +115,9 @@ class LoadCall:
         return ", ".join(f"{key} is {ours[key]}, not {theirs[key]}" for key in ours if ours[key] != theirs[key])
 
 
-def load_call(request: pb.LoadRequest, tp_size: int = 1) -> LoadCall:
-    """Of an executor of `tp_size` ranks. Raises RequestError where the request is not served or not valid."""
+def load_call(request: pb.LoadRequest, tp_size: int = 1, dtypes: Dtypes = CPU_DTYPES) -> LoadCall:
+    """Of an executor of `tp_size` ranks that serves `dtypes`. Raises RequestError where the request is not served or
+    not valid."""
     if not request.min_version <= PROTOCOL_VERSION <= request.max_version:
         raise RequestError(
             grpc.StatusCode.FAILED_PRECONDITION,
@@ -128,18 +136,13 @@ def load_call(request: pb.LoadRequest, tp_size: int = 1) -> LoadCall:
     for name in ("pp_size", "dp_size"):
         if (size := getattr(config, name)) > 1:
             raise unserved(f"config.{name}", f"= {size} is not served yet; one rank is")
-    if config.dtype not in _DTYPES:
-        raise unserved("config.dtype", f"{_dtype_name(config.dtype)} is not served on a CPU yet; float32 is")
-    dtype = _DTYPES[config.dtype]
-    if config.kv_dtype not in _KV_DTYPES:
-        raise unserved(
-            "config.kv_dtype", f"{_dtype_name(config.kv_dtype)} is not served yet; float32, bfloat16 and int8 are"
-        )
+    dtype = _dtype("config.dtype", config.dtype, dtypes.default, dtypes.served, dtypes)
+    kv_dtype = _dtype("config.kv_dtype", config.kv_dtype, dtype, dtypes.kv_served, dtypes)
     for name in ("context_tokens", "block_tokens", "max_slots", "max_step_tokens"):
         if getattr(config, name) < 1:
             raise invalid(f"config.{name}", "must be at least 1")
     settings = Settings(config.context_tokens, config.block_tokens, config.max_slots, config.max_step_tokens)
-    return LoadCall(settings, dtype, _KV_DTYPES[config.kv_dtype], config.model, config.revision)
+    return LoadCall(settings, dtype, kv_dtype, config.model, config.revision)
 
 
 def loaded(facts: Facts, settings: Settings) -> pb.LoadResponse:
@@ -156,7 +159,7 @@ def loaded(facts: Facts, settings: Settings) -> pb.LoadResponse:
             kv_bytes=facts.kv_bytes,
             max_in_flight=MAX_IN_FLIGHT,
             mask_cache_size=CACHE_SIZE,
-            dtype=pb.D_TYPE_FLOAT32,
+            dtype=_NUMBERS[facts.dtype],
             kv_dtype=_NUMBERS[facts.kv_dtype],
         )
     )
@@ -220,6 +223,7 @@ def result(outcome: Outcome, received_unix_ns: int, wait_us: int) -> pb.StepResu
         wait_us=wait_us,
         execute_us=outcome.execute_us,
         sample_us=outcome.sample_us,
+        graph=_GRAPHS[outcome.in_graph],
     )
     for scores in outcome.prompt_scores:
         columns = _logprobs(scores.logprobs)
@@ -317,6 +321,18 @@ def _from_tail(tail: Int64s, rows: int) -> Int64s:
 def _to_tail(whole: Int64s) -> bytes:
     others = np.flatnonzero(whole != 1)
     return whole[others[0] :].astype("<u4").tobytes() if others.size else b""
+
+
+def _dtype(
+    field: str, value: pb.DType.ValueType, default: torch.dtype, served: tuple[torch.dtype, ...], dtypes: Dtypes
+) -> torch.dtype:
+    if value == pb.D_TYPE_UNSPECIFIED:
+        return default
+    dtype = _DTYPES.get(value)
+    if dtype is not None and dtype in served:
+        return dtype
+    known = ", ".join(_dtype_name(_NUMBERS[one]).lower() for one in served)
+    raise unserved(field, f"{_dtype_name(value)} is not served {dtypes.place} yet; served: {known}")
 
 
 def _dtype_name(value: int) -> str:

@@ -23,11 +23,15 @@ class SchedulerConfig(ServiceConfig):
     port: int = Field(50052, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     executor: Address = Field("127.0.0.1:50053", description="HOST:PORT of the executor")
     served_model_name: str | None = Field(None, description="name told to frontends; unset: the checkpoint folder's")
-    dtype: Literal["auto", "float32"] = Field("auto", description="of the weights in use; auto: float32 on a CPU")
-    kv_dtype: Literal["auto", "float32", "bfloat16", "int8"] = Field(
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="of the weights in use; auto: float32 on a CPU, which serves no other, the checkpoint's on a GPU",
+    )
+    kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3"] = Field(
         "auto",
         description="of keys and values; auto: that of the weights in use; bfloat16 takes half the memory of float32, "
-        "int8 little more than a quarter, and ids may then differ from the model's",
+        "int8 little more than a quarter, and ids may then differ from the model's; on a CPU float32, bfloat16 and "
+        "int8 are served, on a GPU the dtype of the weights and float8_e4m3, which takes half of a 16-bit one",
     )
     tp_size: int = Field(1, ge=1, le=64, description="ranks of the executor, which must have been started with as many")
     max_model_len: int | None = Field(None, ge=1, description="longest context in tokens; unset: the model's")

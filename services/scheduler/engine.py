@@ -361,7 +361,9 @@ class Engine:
             raise ExecutorLostError(f"its result contradicts the plan: {error}") from error
         if counts:
             apply_s = time.monotonic() - begun_s
-            self._statistics.applied(execute_s=answer.execute_s, sample_s=answer.sample_s, apply_s=apply_s)
+            self._statistics.applied(
+                execute_s=answer.execute_s, sample_s=answer.sample_s, apply_s=apply_s, graph=answer.graph
+            )
         if answer.plan.slots and not self._self_test.is_running:
             prefilled = sum(count for count in answer.plan.token_counts if count > 1)
             self._throughput.add(answer.step_s, prefilled, len(updates.token_ids))

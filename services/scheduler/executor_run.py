@@ -31,6 +31,13 @@ class ExecutorTakenError(ExecutorLostError):
     """Another scheduler has opened a higher epoch on the executor."""
 
 
+_GRAPHS = {
+    executor_pb2.GRAPH_KIND_EAGER: "eager",
+    executor_pb2.GRAPH_KIND_PIECEWISE: "piecewise",
+    executor_pb2.GRAPH_KIND_FULL: "full",
+}
+
+
 @dataclass(frozen=True, eq=False)
 class Answer:
     """A plan's result. `step_s` is the time the executor had for it alone: since it was sent, or the last was done;
@@ -43,6 +50,8 @@ class Answer:
     step_s: float
     execute_s: float
     sample_s: float
+    graph: str = ""
+    """how an executor that has graphs ran it: "eager", "full"; empty: it has none"""
 
 
 class ExecutorRun:
@@ -164,7 +173,9 @@ class ExecutorRun:
         except ResultError as error:
             raise ExecutorLostError(f"its result cannot be: {error}") from error
         step_s = time.monotonic() - (self.step_since_s or self.heard_s)
-        self._answers.append(Answer(plan, result, logprobs, step_s, message.execute_us / 1e6, message.sample_us / 1e6))
+        execute_s, sample_s = message.execute_us / 1e6, message.sample_us / 1e6
+        graph = _GRAPHS.get(message.graph, "")
+        self._answers.append(Answer(plan, result, logprobs, step_s, execute_s, sample_s, graph))
         self._end_step()
         if self._plans:
             self._begin_step()

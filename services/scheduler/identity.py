@@ -25,6 +25,8 @@ _DTYPES = {
     "auto": executor_pb2.D_TYPE_UNSPECIFIED,
     "float32": executor_pb2.D_TYPE_FLOAT32,
     "bfloat16": executor_pb2.D_TYPE_BFLOAT16,
+    "float16": executor_pb2.D_TYPE_FLOAT16,
+    "float8_e4m3": executor_pb2.D_TYPE_E4M3,
     "int8": executor_pb2.D_TYPE_INT8,
 }
 

@@ -17,6 +17,7 @@ class Statistics:
     def __init__(self) -> None:
         self._begun_s = time.monotonic()
         self._failed: Counter[str] = Counter()
+        self._graph_steps: Counter[str] = Counter()
         self._step_s = dict.fromkeys(("plan", "execute", "sample", "apply"), 0.0)
 
     def failed(self, reason: str) -> None:
@@ -27,8 +28,10 @@ class Statistics:
         """A step was planned, and that took so long."""
         self._step_s["plan"] += plan_s
 
-    def applied(self, *, execute_s: float, sample_s: float, apply_s: float) -> None:
+    def applied(self, *, execute_s: float, sample_s: float, apply_s: float, graph: str = "") -> None:
         """A step is done: what the executor says of it, and what taking in its result took."""
+        if graph:
+            self._graph_steps[graph] += 1
         step_s = self._step_s
         step_s["execute"] += execute_s
         step_s["sample"] += sample_s
@@ -44,6 +47,7 @@ class Statistics:
             uptime_s=time.monotonic() - self._begun_s,
             failed=self._failed,
             step_s=self._step_s,
+            graph_steps=self._graph_steps,
         )
         if core is not None:
             counters = core.counters

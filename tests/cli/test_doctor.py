@@ -23,6 +23,7 @@ import torch
 from services.cli.doctor import cuda, machine
 from services.cli.doctor.findings import Finding, Report, Section
 from services.cli.main import main
+from services.common import cuda_versions
 from services.common.checkpoint import find
 from services.executor import loader, memory
 from services.executor.attention import selection
@@ -204,7 +205,15 @@ def test_each_service_has_its_say(copy: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--scheduler.dtype", "bfloat16"], "config: scheduler: dtype (from flag)"),
+        (["--scheduler.dtype", "float64"], "config: scheduler: dtype (from flag)"),
+        (
+            ["--scheduler.dtype", "bfloat16"],
+            "executor: the executor refuses it: config.dtype BFLOAT16 is not served on",
+        ),
+        (["--executor.device", "gpu"], "config: executor: device (from flag)"),
+        (["--executor.device", "cuda"], "executor: --device cuda: torch"),
+        (["--executor.cuda-graph-sizes", "1,x"], "config: executor: cuda_graph_sizes (from flag)"),
+        (["--executor.attention-backend", "none"], "choice: none, as --executor.attention-backend says"),
         (["--executor.threads", str(HOST_CPUS + 1)], f"executor: --threads is {HOST_CPUS + 1}, this process may run"),
         (["--executor.kv-memory-bytes", str(2**60)], f"executor: --kv-memory-bytes is {2**60}, but"),
         (["--executor.kv-memory-bytes", "9000"], "pool: the executor has 9000 bytes for KV, a block takes 8192"),
@@ -336,7 +345,7 @@ def test_a_package_that_an_extra_names_is_missed(monkeypatch: pytest.MonkeyPatch
 def test_cuda_versions_that_do_not_go_together(
     built: int | None, cupy: list[int], driver: int | None, says: list[str]
 ) -> None:
-    found = cuda.misfits(built, cupy, driver)
+    found = cuda_versions.misfits(built, cupy, driver)
     assert len(found) == len(says)
     assert all(part in line for part, line in zip(says, found, strict=True))
 
@@ -362,12 +371,12 @@ def test_the_driver_is_asked_without_starting_a_device(
     monkeypatch.setattr(ctypes, "CDLL", Library)
     file = tmp_path / "version"
     file.write_text(line + "\n")
-    assert cuda.find_driver(file=file) == cuda.Driver(version, (12, 4))
-    assert cuda.find_driver(file=tmp_path / "none") == cuda.Driver(None, (12, 4))
+    assert cuda_versions.find_driver(file=file) == cuda_versions.Driver(version, (12, 4))
+    assert cuda_versions.find_driver(file=tmp_path / "none") == cuda_versions.Driver(None, (12, 4))
 
 
 def test_no_driver_is_said_plainly() -> None:
-    assert cuda.find_driver("libno-such-driver.so") is None
+    assert cuda_versions.find_driver("libno-such-driver.so") is None
     assert cuda._driver_finding(None).text == "no NVIDIA driver"
 
 

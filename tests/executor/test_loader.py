@@ -364,16 +364,26 @@ def test_a_shard_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "cpu", "sdpa"),
     [
-        ({"device": "cuda"}, "runs on cpu, not on cuda"),
-        ({"dtype": torch.float16}, "dtype is float32 alone, not float16"),
-        ({"kv_dtype": torch.float16}, "kv_dtype is one of float32, bfloat16, int8, not float16"),
-        ({"heads": 5}, "5 query heads are no multiple of 2 kv heads"),
+        ({"device": "cuda"}, "runs on cpu, not on cuda", None),
+        ({"dtype": torch.float16}, "dtype is float32 alone, not float16", None),
+        ({"kv_dtype": torch.float16}, "kv_dtype is one of float32, bfloat16, int8, not float16", None),
+        ({"heads": 5}, "5 query heads are no multiple of 2 kv heads", "5 query heads are no multiple of 2 kv heads"),
+        (
+            {"device": "cuda", "kv_dtype": torch.int8},
+            "runs on cpu, not on cuda",
+            "kv_dtype is one of float32, bfloat16, float16, not int8",
+        ),
+        (
+            {"graphs": True},
+            "its steps cannot be captured in CUDA graphs",
+            "its steps cannot be captured in CUDA graphs",
+        ),
     ],
 )
-def test_a_model_that_no_attention_backend_serves_is_refused_with_every_reason(
-    changes: dict[str, Any], said: str
+def test_the_slow_backend_is_the_last_resort_and_without_it_a_model_is_refused_with_every_reason(
+    changes: dict[str, Any], cpu: str, sdpa: str | None
 ) -> None:
     needs: dict[str, Any] = {
         "device": "cpu",
@@ -385,8 +395,14 @@ def test_a_model_that_no_attention_backend_serves_is_refused_with_every_reason(
         "block_tokens": 16,
     }
     assert select(Needs(**needs)).name == "cpu-numba"
-    with pytest.raises(StartError, match=said):
-        select(Needs(**(needs | changes)))
+    asked = Needs(**(needs | changes))
+    assert cpu in selection.survey(asked)["cpu-numba"]
+    if sdpa is None:
+        assert select(asked).name == "torch-sdpa"
+        return
+    with pytest.raises(StartError) as refused:
+        select(asked)
+    assert f"cpu-numba: {cpu}" in str(refused.value) and f"torch-sdpa: {sdpa}" in str(refused.value)
 
 
 class _NoWindows(CpuBackend):

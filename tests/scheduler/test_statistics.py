@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 from triptych.engine.v1 import admin_pb2, admin_pb2_grpc, engine_pb2
+from triptych.executor.v1 import executor_pb2
 
 from loadtest.stub_executor import StubExecutor
 from services.common.digests import prompt_digests, root_digest
@@ -252,6 +254,25 @@ async def test_get_stats_tells_what_was_done(model: Path) -> None:
     assert (sum(first.counts), sum(later.counts)) == (3, 8)
     assert first.sum_s >= 3 * 0.002 and later.sum_s >= 8 * 0.002
     assert told.heartbeat.state == engine_pb2.ENGINE_STATE_SERVING
+
+
+class _Captured(StubExecutor):
+    """Says that steps of prompts ran eagerly, and all others by a graph."""
+
+    async def _step(self, batch: Any, step: int, taken: Any) -> executor_pb2.StepResult | None:
+        result = await super()._step(batch, step, taken)
+        if result is not None and taken.plan.slots:
+            eager = bool(taken.plan.token_counts)
+            result.graph = executor_pb2.GRAPH_KIND_EAGER if eager else executor_pb2.GRAPH_KIND_FULL
+        return result
+
+
+async def test_get_stats_tells_which_steps_were_a_graph_replayed(model: Path) -> None:
+    async with bench(model, stub=_Captured()) as b:
+        await b.frontend.run(list(range(40)), max_tokens=5)
+        told = await stats_of(b)
+    assert told.graph_steps["eager"] == 1
+    assert told.graph_steps["full"] in (4, 5)  # one may have been planned before the end was known
 
 
 async def test_failures_are_counted_by_the_reason_that_callers_are_told(model: Path) -> None:

@@ -139,6 +139,12 @@ def _ranks(fit: Fit) -> list[Finding]:
 
 def _compute(fit: Fit) -> Finding:
     """How a step is computed."""
+    if fit.device != "cpu":
+        text = (
+            f"{fit.device}: the model's own code over our kernels; decode steps are captured in CUDA graphs, as "
+            f"--executor.cuda-graph-sizes says; on the CPU {fit.threads.count} threads, since {fit.threads.reason}"
+        )
+        return Finding("compute", text, facts={"threads": fit.threads.count, "compiled_graphs": False})
     text = (
         f"{fit.threads.count} threads, since {fit.threads.reason}; eager: the model's own code over our kernels, which "
         "are compiled once for this CPU and kept in the cache; no graph is compiled, and no compiler is needed"
@@ -166,7 +172,7 @@ def _pool(fit: Fit, model: Model) -> Finding:
 def _limits(fit: Fit, model: Model) -> Limits:
     link = part("services.scheduler.executor_link", extra="scheduler", what="the scheduler")
     facts = link.ExecutorFacts(
-        device="cpu",
+        device=fit.device,
         version=1,
         weights_hash="",
         config_hash="",
@@ -182,17 +188,19 @@ def _limits(fit: Fit, model: Model) -> Limits:
 
 def _attention(fit: Fit) -> Section:
     """Each backend, and which is taken; a fault where none is."""
-    chosen = next((name for name, reasons in fit.backends.items() if not reasons), None)
-    level = "note" if chosen else "fault"
-    return Section(
-        "Attention",
-        tuple(
-            Finding(name, f"cannot serve this model: {', '.join(reasons)}", level, {"reasons": list(reasons)})  # type: ignore[arg-type]
-            if reasons
-            else Finding(name, "is used" if name == chosen else "could serve it too", facts={"reasons": []})
-            for name, reasons in fit.backends.items()
-        ),
-    )
+    able = [name for name, reasons in fit.backends.items() if not reasons and fit.backend in (None, name)]
+    chosen = able[0] if able else None
+    told: list[Finding] = []
+    if fit.backend is not None:
+        text = f"{fit.backend}, as --executor.attention-backend says"
+        told.append(Finding("choice", text, "ok" if chosen else "fault"))
+    for name, reasons in fit.backends.items():
+        if reasons:
+            text = f"cannot serve this model: {', '.join(reasons)}"
+            told.append(Finding(name, text, "note" if chosen else "fault", {"reasons": list(reasons)}))
+        else:
+            told.append(Finding(name, "is used" if name == chosen else "could serve it too", facts={"reasons": []}))
+    return Section("Attention", tuple(told))
 
 
 def _size(count_bytes: int) -> str:

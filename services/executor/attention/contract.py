@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, Self
 
 import torch
 
+from kernels.instances import Instance
 from services.executor.architecture import Architecture
+from services.executor.device import Device
 
 
 @dataclass(frozen=True)
@@ -25,10 +28,22 @@ class Needs:
     """Layers whose tokens see a limited number of tokens before them."""
     soft_caps: bool = False
     """Layers that bend their scores by a tanh."""
+    capability: int | None = None
+    """Compute capability of a CUDA device, 90 for 9.0."""
+    graphs: bool = False
+    """Steps must be capturable in CUDA graphs."""
 
     @classmethod
     def of(
-        cls, shape: Architecture, *, device: str, dtype: torch.dtype, kv_dtype: torch.dtype, block_tokens: int
+        cls,
+        shape: Architecture,
+        *,
+        device: str,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        block_tokens: int,
+        capability: int | None = None,
+        graphs: bool = False,
     ) -> Self:
         """Of a model computed in `dtype`."""
         return cls(
@@ -41,6 +56,8 @@ class Needs:
             block_tokens=block_tokens,
             windows=shape.windows,
             soft_caps=shape.soft_caps,
+            capability=capability,
+            graphs=graphs,
         )
 
     @property
@@ -84,7 +101,7 @@ class Rotary:
 
 @dataclass(frozen=True, eq=False)
 class StepShape:
-    """Where a step's tokens lie; the same for all layers. All int64 on the CPU but `tables`, int32."""
+    """Where a step's tokens lie; the same for all layers. On a CPU all int64 but `tables`, int32."""
 
     tables: torch.Tensor
     """[slots, entries] block ids; entries past a row's context are not read."""
@@ -94,6 +111,23 @@ class StepShape:
     """[rows + 1] where a row's tokens begin in the flat batch."""
     contexts: torch.Tensor
     """[rows] tokens of a row, the step's included."""
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceStepShape(StepShape):
+    """A step on an accelerator, all int32 there, and what the host knows of it: nothing need be read back.
+
+    A step that is captured in a graph is replayed with other slots and contexts, but never with a longer context than
+    `most_context` or a row of more tokens than `most_tokens`.
+    """
+
+    places: torch.Tensor
+    """[tokens] int64 block * block_tokens + offset, where a token's key and value go"""
+    leading: int
+    """rows from the first on that have one token each"""
+    most_tokens: int
+    """of the other rows; 0 where there are none"""
+    most_context: int
 
 
 class AttentionStep(Protocol):
@@ -106,7 +140,7 @@ class AttentionStep(Protocol):
 
         projected [tokens, heads + 2 * kv_heads, head_dim]: a token's query heads, its key heads, its value heads, as
         the layer's products gave them; with `rotary` None they are what attends and is kept. out [tokens, heads,
-        head_dim] is written. float32 on a CPU, contiguous.
+        head_dim] is written. In the model's dtype, contiguous.
         """
 
 
@@ -119,14 +153,22 @@ class KvCache(Protocol):
     def begin(self, shape: StepShape) -> AttentionStep:
         """What a step's layers call."""
 
+    def calibrating(self) -> AbstractContextManager[None]:
+        """The steps within are typical ones; where keys and values are kept with fixed scales, they set these."""
+
 
 class AttentionBackend(Protocol):
     """Makes the KV tensors, writes new keys and values into their blocks and attends to a row's tokens, causally."""
 
     name: str
+    graphs: bool
+    """Its steps may be captured in CUDA graphs."""
 
     def refusals(self, needs: Needs) -> list[str]:
         """Why this backend cannot serve `needs`; empty where it can."""
 
-    def allocate(self, needs: Needs, layers: int, num_blocks: int) -> KvCache:
-        """KV tensors, not initialized: no slot is read before it is written."""
+    def instances(self, needs: Needs) -> list[Instance]:
+        """CUDA kernels that it launches."""
+
+    def allocate(self, needs: Needs, layers: int, num_blocks: int, on: Device | None = None) -> KvCache:
+        """KV tensors on a device, None being the CPU; not initialized: no slot is read before it is written."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import numpy as np
 import torch
 
 from kernels.cpu import kv_cache, paged_attention
+from kernels.instances import Instance
 from services.executor.attention.contract import Needs, Rotary, Scores, StepShape
+from services.executor.device import Device
 
 _STORED = {torch.float32: np.dtype(np.float32), torch.bfloat16: np.dtype(np.uint16), torch.int8: np.dtype(np.int8)}
 """How the kernels see a KV dtype; uint16 are the bits of a bfloat16."""
@@ -17,6 +21,7 @@ class CpuBackend:
     """Arithmetic in float32 on any CPU; any head size, block size, window and soft cap, whole groups of heads."""
 
     name = "cpu-numba"
+    graphs = False
 
     def refusals(self, needs: Needs) -> list[str]:
         reasons = []
@@ -28,9 +33,14 @@ class CpuBackend:
             reasons.append(f"kv_dtype is one of {', '.join(map(_name, _STORED))}, not {_name(needs.kv_dtype)}")
         if needs.heads % needs.kv_heads:
             reasons.append(f"{needs.heads} query heads are no multiple of {needs.kv_heads} kv heads")
+        if needs.graphs:
+            reasons.append("its steps cannot be captured in CUDA graphs")
         return reasons
 
-    def allocate(self, needs: Needs, layers: int, num_blocks: int) -> CpuKvCache:
+    def instances(self, needs: Needs) -> list[Instance]:
+        return []
+
+    def allocate(self, needs: Needs, layers: int, num_blocks: int, on: Device | None = None) -> CpuKvCache:
         return CpuKvCache(needs, layers, num_blocks)
 
 
@@ -56,6 +66,9 @@ class CpuKvCache:
 
     def begin(self, shape: StepShape) -> CpuStep:
         return CpuStep(self, shape)
+
+    def calibrating(self) -> AbstractContextManager[None]:
+        return nullcontext()  # each key and value has a scale of its own
 
 
 class CpuStep:

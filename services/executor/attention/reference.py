@@ -23,7 +23,7 @@ class ReferenceStep:
         kv_heads = (projected.shape[1] - heads) // 2
         q, k, v = torch.split(projected, [heads, kv_heads, kv_heads], dim=1)
         if rotary is not None:
-            q, k = _placed(q, rotary.q_gain, rotary), _placed(k, rotary.k_gain, rotary)
+            q, k = placed(q, rotary.q_gain, rotary), placed(k, rotary.k_gain, rotary)
         k, v = (one.repeat_interleave(heads // kv_heads, dim=1) for one in (k, v))
         weights = torch.einsum("qhd,khd->hqk", q, k) * scores.scale
         if scores.soft_cap is not None:
@@ -34,11 +34,20 @@ class ReferenceStep:
         out.copy_(torch.einsum("hqk,khd->qhd", weights, v))
 
 
-def _placed(x: torch.Tensor, gain: torch.Tensor | None, rotary: Rotary) -> torch.Tensor:
+def turned(projected: torch.Tensor, heads: int, rotary: Rotary) -> torch.Tensor:
+    """`projected` [tokens, heads + 2 * kv_heads, head_dim] with norms and rotation done, in float32 arithmetic."""
+    kv_heads = (projected.shape[1] - heads) // 2
+    q, k, v = torch.split(projected.float(), [heads, kv_heads, kv_heads], dim=1)
+    done = torch.cat([placed(q, rotary.q_gain, rotary), placed(k, rotary.k_gain, rotary), v], dim=1)
+    return done.to(projected.dtype)
+
+
+def placed(x: torch.Tensor, gain: torch.Tensor | None, rotary: Rotary) -> torch.Tensor:
+    """Heads [tokens, heads, head_dim] after the norm, where there is a gain, and the rotation."""
     if gain is not None:
         x = torch.nn.functional.rms_norm(x, x.shape[-1:], gain, rotary.epsilon)
     angles = rotary.cos.shape[1]
-    turned, kept = x[..., :angles], x[..., angles:]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * rotary.cos[:, None] + torch.cat([-second, first], dim=-1) * rotary.sin[:, None]
-    return torch.cat([turned, kept], dim=-1)
+    moved, kept = x[..., :angles], x[..., angles:]
+    first, second = moved.chunk(2, dim=-1)
+    moved = moved * rotary.cos[:, None] + torch.cat([-second, first], dim=-1) * rotary.sin[:, None]
+    return torch.cat([moved, kept], dim=-1)

@@ -11,8 +11,10 @@ from transformers import AttentionInterface
 from services.common.errors import StartError
 from services.executor.attention.contract import AttentionBackend, AttentionStep, Needs, Scores
 from services.executor.attention.cpu import CpuBackend
+from services.executor.attention.cuda import CudaBackend
+from services.executor.attention.sdpa import SdpaBackend
 
-BACKENDS: tuple[AttentionBackend, ...] = (CpuBackend(),)
+BACKENDS: tuple[AttentionBackend, ...] = (CpuBackend(), CudaBackend(), SdpaBackend())
 """The best first."""
 
 IMPLEMENTATION = "triptych"
@@ -29,8 +31,11 @@ def survey(needs: Needs) -> dict[str, list[str]]:
     return {backend.name: backend.refusals(needs) for backend in BACKENDS}
 
 
-def select(needs: Needs) -> AttentionBackend:
-    """The first backend that serves `needs`. Raises StartError with the whole table when none does."""
+def select(needs: Needs, name: str | None = None) -> AttentionBackend:
+    """The first backend that serves `needs`, or the one of that name. Raises StartError with the reasons, of all
+    backends or of that one, where it cannot be."""
+    if name is not None:
+        return _named(name, needs)
     passed_over: list[str] = []
     for backend in BACKENDS:
         reasons = backend.refusals(needs)
@@ -39,6 +44,17 @@ def select(needs: Needs) -> AttentionBackend:
             return backend
         passed_over.append(f"{backend.name}: {', '.join(reasons)}")
     raise StartError(f"no attention backend serves this model here: {'; '.join(passed_over)}")
+
+
+def _named(name: str, needs: Needs) -> AttentionBackend:
+    backend = next((one for one in BACKENDS if one.name == name), None)
+    if backend is None:
+        known = ", ".join(one.name for one in BACKENDS)
+        raise StartError(f"--attention-backend is {name}, which there is not; there are {known}")
+    if reasons := backend.refusals(needs):
+        raise StartError(f"--attention-backend is {name}, which cannot serve this model here: {', '.join(reasons)}")
+    log.info("attention: %s, as --attention-backend says", name)
+    return backend
 
 
 def _attend(
