@@ -37,7 +37,7 @@ class Fit:
     rank_weight_bytes: Sequence[int]
     """By rank."""
     whole: Sequence[str]
-    """What every rank holds whole beside the embedding, with the reason."""
+    """What every rank holds whole beside norms and routers, with the reason."""
     threads: memory.Threads
     backends: Mapping[str, Sequence[str]]
     """By name, the best first: reasons for not serving this model, none where it does."""
@@ -71,7 +71,7 @@ def fit(path: Path, engine: pb.EngineConfig, config: ExecutorConfig) -> Fit:
         vocab_size=shape.vocab_size,
         weight_bytes=weight_bytes,
         available_bytes=available,
-        kv_bytes=memory.kv_budget_bytes(config.kv_memory_bytes, (available - weight_bytes) // ranks),
+        kv_bytes=memory.kv_budget_bytes(config.kv_memory_bytes, (available - weight_bytes) // ranks, ranks),
         block_bytes=block_bytes,
         token_bytes=block_bytes // engine.block_tokens,
         rank_weight_bytes=rank_weight_bytes,

@@ -149,4 +149,5 @@ class _Told(Sampler):
         drawn = to_column(self._channel.expect(Kind.DRAWN))
         if len(drawn) != len(rows):
             raise RuntimeError(f"rank 0 drew for {len(drawn)} rows, here are {len(rows)}: the ranks are out of step")
-        return Sampled(drawn, drawn < 0, np.zeros(0, np.int64), Logprobs.none())
+        failed = drawn < 0  # why is rank 0's to tell
+        return Sampled(drawn, failed, np.zeros(0, np.int64), Logprobs.none(), np.zeros_like(failed))

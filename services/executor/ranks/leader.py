@@ -55,6 +55,7 @@ class LeadingExecutor(Executor):
         self._group: Group | None = None
         self._available_bytes = 0
         self._share_bytes = 0
+        self._block_bytes: Sequence[int] = ()  # by rank
 
     @property
     def lost(self) -> Future[str]:
@@ -72,6 +73,19 @@ class LeadingExecutor(Executor):
     ) -> Facts:
         """As Executor's, by all ranks at once. What one of them refuses is refused, and none holds anything then."""
         return self._together(lambda: self._load_all(settings, dtype, weights_hash, report, kv_dtype or dtype))
+
+    def must_allocate(self, num_blocks: int) -> bool:
+        """As Executor's, whose figures are rank 0's; an error has every rank's."""
+        try:
+            return super().must_allocate(num_blocks)
+        except StartError as error:
+            if not self._block_bytes:
+                raise
+            by_rank = ", ".join(map(str, self._block_bytes))
+            raise StartError(
+                f"{error} of rank 0; by {self.tp_size} ranks a block takes {by_rank} bytes, {sum(self._block_bytes)} in"
+                f" all, and each has {self._share_bytes} bytes for KV"
+            ) from error
 
     def allocate(self, num_blocks: int) -> None:
         """As Executor's."""
@@ -156,8 +170,9 @@ class LeadingExecutor(Executor):
 
     def _grant(self, facts: Facts, peers_block_bytes: Sequence[int]) -> Facts:
         """Now that every rank has its weights: the rest of the memory is divided evenly, and counted in blocks."""
-        share = memory.kv_budget_bytes(self._asked_kv_bytes, memory.available_bytes() // self.tp_size)
-        blocks = min(share // block_bytes for block_bytes in (facts.block_bytes, *peers_block_bytes))
+        share = memory.kv_budget_bytes(self._asked_kv_bytes, memory.available_bytes() // self.tp_size, self.tp_size)
+        self._block_bytes = [facts.block_bytes, *peers_block_bytes]
+        blocks = min(share // block_bytes for block_bytes in self._block_bytes)
         self._share_bytes = share
         log.info("loaded %s, weights %s, %d bytes for KV a rank", self._path, facts.weights_hash[:12], share)
         # What rank 0 has room for more than another rank is nobody's.
