@@ -47,16 +47,17 @@ def fit(path: Path, engine: pb.EngineConfig, config: ExecutorConfig) -> Fit:
     """As an executor of `config` would decide on a Load of `engine`. Raises StartError with its reason for refusing."""
     call = _load_call(engine, config.tp_size)
     shape = architecture.figures(architecture.read(path))
-    threads = memory.compute_threads(config.threads, ranks=config.tp_size)
-    available, ranks = memory.available_bytes(), config.tp_size
-    shards = [Shard(rank, ranks, available // ranks) for rank in range(ranks)] if ranks > 1 else [None]
+    threads = memory.compute_threads(config.threads, ranks=config.ranks_here)
+    available, ranks, here = memory.available_bytes(), config.tp_size, config.ranks_here
+    shards = [Shard(rank, ranks, available // here) for rank in range(ranks)] if ranks > 1 else [None]
     rank_weight_bytes = [loader.weight_bytes(path, call.dtype, shard) for shard in shards]
     weight_bytes = sum(rank_weight_bytes)
+    held_here = weight_bytes if here == ranks else rank_weight_bytes[config.tp_rank or 0]
     whole: tuple[str, ...] = ()
     if shards[0] is not None:
         held = loader.divided(path, call.dtype, shards[0])  # rank 0 has the most heads
         shape, whole = held.shape(shape), held.whole
-    if weight_bytes > available or max(rank_weight_bytes) > available // ranks:
+    if held_here > available or (here > 1 and max(rank_weight_bytes) > available // here):
         raise StartError(
             f"the weights of {path.name} take {weight_bytes} bytes{_by_rank(rank_weight_bytes)} to be served in "
             f"{_name(call.dtype)}, {available} are free; raise the memory limit or serve a smaller model"
@@ -71,7 +72,7 @@ def fit(path: Path, engine: pb.EngineConfig, config: ExecutorConfig) -> Fit:
         vocab_size=shape.vocab_size,
         weight_bytes=weight_bytes,
         available_bytes=available,
-        kv_bytes=memory.kv_budget_bytes(config.kv_memory_bytes, (available - weight_bytes) // ranks, ranks),
+        kv_bytes=memory.kv_budget_bytes(config.kv_memory_bytes, (available - held_here) // here, here),
         block_bytes=block_bytes,
         token_bytes=block_bytes // engine.block_tokens,
         rank_weight_bytes=rank_weight_bytes,

@@ -60,14 +60,16 @@ def load(
     """Builds the model on the CPU in `dtype`, by torch's number of threads; `report` is called from this thread.
 
     Of `shard`, a rank, only the part of each tensor is read that the rank holds, its layers are not connected yet with
-    the other ranks', and rank 0 alone hashes the files. Raises StartError when the model is not served, it cannot be
-    divided, a file cannot be read, the weights do not fit into memory, tensors are missing, unexpected or of another
-    shape (all listed), or the files hash to another than `expected_hash`, unless that is empty.
+    the other ranks', and unless it has files of its own, rank 0 alone hashes them.
+
+    Raises StartError when the model is not served, it cannot be divided, a file cannot be read, the weights do not fit
+    into memory, tensors are missing, unexpected or of another shape (all listed), or the files hash to another than
+    `expected_hash`, unless that is empty.
     """
     config = architecture.read(path)
     files = WeightFiles(path)
     threads = torch.get_num_threads()
-    with Hashing(files.paths if shard is None or shard.rank == 0 else (), threads) as hashing:
+    with Hashing(files.paths if shard is None or shard.hashes else (), threads) as hashing:
         model = _skeleton(config, dtype)
         recipes = _recipes(path, model, files)
         if expected_hash:
@@ -78,7 +80,7 @@ def load(
     shape = architecture.figures(config)
     if held is None:
         return Checkpoint(model, shape, dtype, digest)
-    return Checkpoint(model, held.shape(shape), dtype, digest if held.shard.rank == 0 else "", held)
+    return Checkpoint(model, held.shape(shape), dtype, digest if held.shard.hashes else "", held)
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -19,9 +19,11 @@ from services.executor import architecture, loader, memory
 from services.executor.config import ExecutorConfig
 from services.executor.executor import Executor
 from services.executor.loader import weight_files
+from services.executor.ranks import joined
 from services.executor.ranks.division import Shard
+from services.executor.ranks.joining import JoiningPeers
 from services.executor.ranks.leader import LeadingExecutor
-from services.executor.ranks.peers import Peers
+from services.executor.ranks.peers import ChildPeers, Peers
 from services.executor.server import SERVICE_NAME, ExecutorServicer
 
 _SWITCH_INTERVAL_S = 0.0005
@@ -41,6 +43,9 @@ def main(argv: Sequence[str]) -> int:
     path = checkpoint.find(settings.model, revision=settings.revision, offline=settings.offline, weights=True)
     architecture.read(path)
     weight_files(path)
+    if settings.tp_rank:
+        joined.run(path, settings, _threads(settings))
+        return 0
     executor = _executor(path, settings)
     try:
         asyncio.run(_serve(executor, settings, startup))
@@ -51,23 +56,29 @@ def main(argv: Sequence[str]) -> int:
 
 def _executor(path: Path, settings: ExecutorConfig) -> Executor:
     ranks = settings.tp_size
-    threads = memory.compute_threads(settings.threads, ranks=ranks)
-    log.info("compute threads: %d, since %s", threads.count, threads.reason)
+    threads = _threads(settings)
     if ranks == 1:
         return Executor(path, threads=threads.count, kv_memory_bytes=settings.kv_memory_bytes)
     loader.divided(path, torch.float32, Shard(0, ranks, 0))  # refuses what cannot be
-    peers = Peers(
-        path,
-        size=ranks,
-        threads=threads.count,
-        timeout_s=settings.rank_timeout_s,
-        log_level=settings.log_level,
-    )
+    peers = _peers(path, settings, threads.count)
     try:
         return LeadingExecutor(path, peers=peers, threads=threads.count, kv_memory_bytes=settings.kv_memory_bytes)
     except StartError:
         peers.close()
         raise
+
+
+def _peers(path: Path, settings: ExecutorConfig, threads: int) -> Peers:
+    size, timeout_s = settings.tp_size, settings.rank_timeout_s
+    if settings.tp_rendezvous is not None:
+        return JoiningPeers(path, size=size, address=settings.tp_rendezvous, timeout_s=timeout_s)
+    return ChildPeers(path, size=size, threads=threads, timeout_s=timeout_s, log_level=settings.log_level)
+
+
+def _threads(settings: ExecutorConfig) -> memory.Threads:
+    threads = memory.compute_threads(settings.threads, ranks=settings.ranks_here)
+    log.info("compute threads: %d, since %s", threads.count, threads.reason)
+    return threads
 
 
 async def _serve(executor: Executor, settings: ExecutorConfig, startup: Startup) -> None:
@@ -96,6 +107,7 @@ async def _serve(executor: Executor, settings: ExecutorConfig, startup: Startup)
 async def _lost(executor: Executor) -> str:
     """Why the executor's ranks are lost, once they are."""
     if isinstance(executor, LeadingExecutor):
-        return await asyncio.wrap_future(executor.lost)
+        # Shielded: what waits here is cancelled, and the future is others' to read.
+        return await asyncio.shield(asyncio.wrap_future(executor.lost))
     await asyncio.Event().wait()
     raise AssertionError("nothing sets this event")

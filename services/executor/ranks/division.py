@@ -36,6 +36,13 @@ class Shard:
     size: int
     available_bytes: int
     """Memory that this rank may take: its share of what is free before any rank has begun to load."""
+    own_files: bool = False
+    """Whether its files may be others than rank 0's, so that it hashes them too."""
+
+    @property
+    def hashes(self) -> bool:
+        """Whether this rank hashes the files it reads of."""
+        return self.rank == 0 or self.own_files
 
 
 @dataclass(frozen=True)
