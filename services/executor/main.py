@@ -71,8 +71,16 @@ def _executor(path: Path, settings: ExecutorConfig) -> Executor:
 def _peers(path: Path, settings: ExecutorConfig, threads: int) -> Peers:
     size, timeout_s = settings.tp_size, settings.rank_timeout_s
     if settings.tp_rendezvous is not None:
-        return JoiningPeers(path, size=size, address=settings.tp_rendezvous, timeout_s=timeout_s)
-    return ChildPeers(path, size=size, threads=threads, timeout_s=timeout_s, log_level=settings.log_level)
+        address = settings.tp_rendezvous
+        return JoiningPeers(path, size=size, address=address, timeout_s=timeout_s, device=settings.device)
+    return ChildPeers(
+        path,
+        size=size,
+        threads=threads,
+        timeout_s=timeout_s,
+        log_level=settings.log_level,
+        device=settings.device,
+    )
 
 
 def _threads(settings: ExecutorConfig) -> memory.Threads:

@@ -18,10 +18,12 @@ import grpc
 import psutil
 import pytest
 import torch
+from triptych.executor.v1 import executor_pb2 as pb
 
 from services.common.errors import StartError
 from services.executor import memory
 from services.executor.config import ExecutorConfig
+from services.executor.fit import fit
 from services.executor.plan import RanksLostError
 from services.executor.ranks import group, meeting
 from services.executor.ranks.follower import Apart, Follower, LeftError, Place
@@ -83,7 +85,7 @@ class Rank:
         try:
             joined = join(where, Hello.of(path, rank, size), timeout_s)
             place = Place(str(path), rank, size, 1, joined.timeout_s, rendezvous_fd=-1)
-            Follower(place, joined.channel, Apart(lambda: joined.connect(rank, size), kv_memory_bytes)).run()
+            Follower(place, joined.channel, Apart(lambda: joined.connect(rank, size, "cpu"), kv_memory_bytes)).run()
         except BaseException as error:
             self.error = error
         gc.collect()  # its connections with the other ranks end with its process
@@ -333,6 +335,17 @@ def test_a_rank_needs_a_number_and_a_place_to_meet(keys: dict[str, Any], complai
 def test_ranks_that_are_started_by_themselves_have_their_machine_for_themselves() -> None:
     assert ExecutorConfig(tp_size=2).ranks_here == 2
     assert ExecutorConfig(tp_size=2, tp_rank=1, tp_rendezvous="127.0.0.1:29500").ranks_here == 1
+
+
+def test_what_fits_a_rank_is_counted_on_its_own_machine(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 64 << 20)
+    engine = pb.EngineConfig(context_tokens=1024, block_tokens=16, max_slots=4, max_step_tokens=256, tp_size=2)
+    told = {"model": str(tiny), "tp_size": 2}
+    apart = fit(tiny, engine, ExecutorConfig(**told, tp_rank=1, tp_rendezvous="127.0.0.1:29500"))
+    weights = apart.rank_weight_bytes
+    assert apart.kv_bytes == int(((64 << 20) - weights[1]) * memory.KV_SHARE)
+    assert apart.weight_bytes == sum(weights)
+    assert fit(tiny, engine, ExecutorConfig(**told)).kv_bytes == int(((64 << 20) - sum(weights)) // 2 * memory.KV_SHARE)
 
 
 def test_the_device_chooses_what_carries_the_sums() -> None:

@@ -22,7 +22,7 @@ from services.executor.plan import BadPlanError, Settings
 from services.executor.ranks import layers
 from services.executor.ranks.division import Shard
 from services.executor.ranks.group import Group
-from services.executor.ranks.messages import AbandonedError, Channel, Kind, to_column
+from services.executor.ranks.messages import AbandonedError, Channel, EndedError, Kind, to_column
 from services.executor.sampler import Masks, Sampled, Sampler
 from services.executor.sampling_columns import SampleRows
 from services.executor.scorer import Head, Scored, pieces
@@ -41,6 +41,7 @@ class Place:
     timeout_s: float
     rendezvous_fd: int
     """Of ranks that rank 0 has started; -1 for one with a connection of its own."""
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -71,16 +72,17 @@ class Follower:
         from, after it has told rank 0."""
         try:
             self._channel.send(Kind.READY)
-            while (message := self._channel.receive())[0] != Kind.END:
-                self._do(*message)
+            while True:
+                self._do(*self._channel.receive())
+        except EndedError as error:
+            if str(error):
+                raise LeftError(str(error)) from error
         except (EOFError, ConnectionError, TimeoutError) as error:
             raise LeftError("rank 0 has ended, or cannot be reached any more") from error
         except BaseException as error:
             with contextlib.suppress(OSError):
                 self._channel.send(Kind.BROKEN, f"{type(error).__name__}: {error}".encode())
             raise
-        if reason := message[1].decode(errors="replace"):
-            raise LeftError(reason)
 
     def _fresh(self) -> Executor:
         return Executor(
@@ -112,6 +114,8 @@ class Follower:
             pass  # it was bad here too
         elif kind == Kind.RESET:
             self._executor.reset()
+        elif kind == Kind.END:
+            raise EndedError(body.decode(errors="replace"))
         else:
             raise RuntimeError(f"{kind.name} came between steps: the ranks are out of step")
 
@@ -137,7 +141,7 @@ class Follower:
         if self._apart is not None:
             return self._apart.connect()
         place = self._place
-        return Group.of_children(place.rendezvous_fd, place.rank, place.size, place.timeout_s)
+        return Group.of_children(place.rendezvous_fd, place.rank, place.size, place.timeout_s, place.device)
 
     def _load_shard(
         self, path: Path, dtype: torch.dtype, report: loader.Report, expected_hash: str

@@ -43,9 +43,9 @@ class Group:
         self._processes = _PROCESS_GROUPS[backend(device)](store, rank, size, self._timeout, address)
 
     @classmethod
-    def of_children(cls, rendezvous_fd: int, rank: int, size: int, timeout_s: float) -> Group:
+    def of_children(cls, rendezvous_fd: int, rank: int, size: int, timeout_s: float, device: str = "cpu") -> Group:
         """On one machine, over loopback; `rendezvous_fd` is a memory file, the same for all ranks."""
-        return cls(_c10d.FileStore(f"/proc/self/fd/{rendezvous_fd}", size), rank, size, timeout_s)
+        return cls(_c10d.FileStore(f"/proc/self/fd/{rendezvous_fd}", size), rank, size, timeout_s, device=device)
 
     def add(self, x: torch.Tensor) -> None:
         """Makes `x`, contiguous, the sum over the ranks, in place. Raises RuntimeError when a rank is lost or late."""

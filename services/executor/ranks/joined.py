@@ -81,8 +81,8 @@ def _follow(path: Path, settings: ExecutorConfig, threads: Threads) -> None:
     rank, size = settings.tp_rank or 0, settings.tp_size
     joined = join(str(settings.tp_rendezvous), Hello.of(path, rank, size), settings.rank_timeout_s)
     log.info("rank %d of %d has joined rank 0 at %s", rank, size, settings.tp_rendezvous)
-    place = Place(str(path), rank, size, threads.count, joined.timeout_s, rendezvous_fd=-1)
-    apart = Apart(lambda: joined.connect(rank, size), settings.kv_memory_bytes)
+    place = Place(str(path), rank, size, threads.count, joined.timeout_s, -1, settings.device)
+    apart = Apart(lambda: joined.connect(rank, size, settings.device), settings.kv_memory_bytes)
     try:
         Follower(place, joined.channel, apart).run()
     except LeftError as error:
@@ -102,11 +102,11 @@ class Joined:
         self._own_ip = own_ip
         self._store = (rank_0_ip, store_port)
 
-    def connect(self, rank: int, size: int) -> Group:
+    def connect(self, rank: int, size: int, device: str) -> Group:
         """This rank's end of the collectives. It listens on the address by which it reaches rank 0."""
         timeout = timedelta(seconds=self.timeout_s)
         store = _c10d.TCPStore(*self._store, size, is_master=False, timeout=timeout, wait_for_workers=False)
-        return Group(store, rank, size, self.timeout_s, address=self._own_ip)
+        return Group(store, rank, size, self.timeout_s, address=self._own_ip, device=device)
 
 
 def join(address: str, hello: Hello, timeout_s: float) -> Joined:

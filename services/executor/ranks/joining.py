@@ -33,9 +33,9 @@ _LOOK_S = 0.2
 class JoiningPeers(Peers):
     """Ranks that are awaited at `address`, HOST:PORT, the one place that is listened on until all have come."""
 
-    def __init__(self, path: Path, *, size: int, address: str, timeout_s: float) -> None:
+    def __init__(self, path: Path, *, size: int, address: str, timeout_s: float, device: str = "cpu") -> None:
         """Listens at once, and waits on a thread of its own. Raises StartError where it cannot listen."""
-        super().__init__(size, timeout_s, here=1)
+        super().__init__(size, timeout_s, here=1, device=device)
         self._own = Hello.of(path, 0, size)
         self._address = address
         self._listener = meeting.listen(address)
@@ -63,7 +63,7 @@ class JoiningPeers(Peers):
 
     def connect(self) -> Group:
         """As Peers'."""
-        return Group(self._store, 0, self.size, self.timeout_s, address=self._own_ip)
+        return Group(self._store, 0, self.size, self.timeout_s, address=self._own_ip, device=self.device)
 
     def close(self) -> None:
         """As Peers'; also while ranks are still awaited."""

@@ -62,6 +62,10 @@ class AbandonedError(Exception):
     """Rank 0 does not end the step."""
 
 
+class EndedError(Exception):
+    """The group is over: why, for people; empty where rank 0 ends in order."""
+
+
 class Channel:
     """One end. One thread sends, one receives."""
 
@@ -85,8 +89,11 @@ class Channel:
         return Kind(message[0]), message[1:]
 
     def expect(self, kind: Kind) -> bytes:
-        """The next message, which is of this kind. Raises AbandonedError, or RuntimeError where it is of another."""
+        """The next message, which is of this kind. Raises AbandonedError, EndedError, or RuntimeError where it is of
+        another."""
         got, body = self.receive()
+        if got == Kind.END:
+            raise EndedError(body.decode(errors="replace"))
         if got == Kind.ABANDONED:
             raise AbandonedError
         if got != kind:

@@ -54,11 +54,13 @@ OnProgress = Callable[[int, dict[str, Any]], None]
 class Peers:
     """All ranks but 0. Of its methods, `close` may be called from anywhere, the others by one thread at a time."""
 
-    def __init__(self, size: int, timeout_s: float, *, here: int) -> None:
-        """`here` of the `size` ranks, 0 included, share this machine's memory and CPUs."""
+    def __init__(self, size: int, timeout_s: float, *, here: int, device: str) -> None:
+        """`here` of the `size` ranks, 0 included, share this machine's memory and CPUs; `device` chooses what carries
+        their sums (group.BACKENDS)."""
         self.size = size
         self.timeout_s = timeout_s
         self.here = here
+        self.device = device
         self.lost: Future[str] = Future()
         """Done once the group is: why, for people."""
         self._loss = threading.Lock()
@@ -164,13 +166,14 @@ class ChildPeers(Peers):
         threads: int,
         timeout_s: float,
         log_level: str = "info",
+        device: str = "cpu",
         start: Start | None = None,
     ) -> None:
         """Starts them; they get ready by themselves. Call it from the main thread, which they must not outlive."""
-        super().__init__(size, timeout_s, here=size)
+        super().__init__(size, timeout_s, here=size, device=device)
         self._rendezvous_fd = os.memfd_create("triptych-rendezvous")
         for rank in range(1, size):
-            place = Place(str(path), rank, size, threads, timeout_s, self._rendezvous_fd)
+            place = Place(str(path), rank, size, threads, timeout_s, self._rendezvous_fd, device)
             ours, theirs = Pipe()
             running = (start or start_process)(place, theirs, log_level)
             theirs.close()
@@ -183,7 +186,7 @@ class ChildPeers(Peers):
 
     def connect(self) -> Group:
         """As Peers'."""
-        return Group.of_children(self._rendezvous_fd, 0, self.size, self.timeout_s)
+        return Group.of_children(self._rendezvous_fd, 0, self.size, self.timeout_s, self.device)
 
 
 class Peer:
