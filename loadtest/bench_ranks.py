@@ -27,7 +27,7 @@ from services.executor import memory, wire
 from services.executor.executor import Executor
 from services.executor.plan import Settings
 from services.executor.ranks.leader import LeadingExecutor
-from services.executor.ranks.peers import Peers
+from services.executor.ranks.peers import ChildPeers
 
 BLOCK_TOKENS = 16
 PREFILL_TOKENS = 256
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(path: Path, ranks: int, threads: int, repetitions: int) -> dict[str, dict[str, list[float]]]:
     """Seconds of each step by the name of its work, "one" process's and the "ranks"'."""
     each = threads // ranks
-    peers = Peers(path, size=ranks, threads=each, timeout_s=_TIMEOUT_S, log_level="warning")
+    peers = ChildPeers(path, size=ranks, threads=each, timeout_s=_TIMEOUT_S, log_level="warning")
     leading = LeadingExecutor(path, peers=peers, threads=each)
     try:
         turns = {"one": Turn(Executor(path, threads=threads), threads), "ranks": Turn(leading, each)}

@@ -6,7 +6,6 @@ Beside it the scheduler's whole work for a step, bytes in and bytes out, and vLL
 from __future__ import annotations
 
 import argparse
-import asyncio
 import math
 import sys
 import time
@@ -18,7 +17,7 @@ from typing import Any
 
 from triptych.executor.v1 import executor_pb2
 
-from loadtest import peer_vllm_scheduler, peers, plot, report
+from loadtest import command, peer_vllm_scheduler, peers, plot, report
 from loadtest.core_load import CoreLoad, spread_phases
 from services.common import collector
 from services.common.errors import StartError
@@ -133,14 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints; exit code 1 where a peer cannot be measured."""
     options = _parser().parse_args(argv)
     collector.settle()  # as the scheduler's process does once it has started
-    try:
-        asyncio.run(_run(options))
-    except StartError as error:
-        print(f"loadtest.bench_scheduler: error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return command.run("bench_scheduler", _run(options), (StartError,))
 
 
 async def _run(options: argparse.Namespace) -> None:

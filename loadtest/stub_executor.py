@@ -36,6 +36,7 @@ class Faults:
 
     bad_ids: Mapping[tuple[int, int], int] = field(default_factory=dict)  # (seed, output position): id told instead
     failed_rows: frozenset[tuple[int, int]] = frozenset()  # (seed, output position) whose row fails
+    idless_rows: frozenset[tuple[int, int]] = frozenset()  # (seed, output position) that no id is left for
     fault_at_step: int | None = None  # answered by a Fault
     cut_at_step: int | None = None  # the stream ends without a word
     hang_at_step: int | None = None  # never answered
@@ -300,8 +301,10 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         scored: list[executor_pb2.PromptLogprobs] = []
         for row in rows:
             at = (row.slot.seed, row.slot.output_position)
-            if row.slot.failed or (row.samples and at in self.faults.failed_rows):
-                failed.append(executor_pb2.FailedRow(slot=row.number, kind=executor_pb2.FAULT_KIND_BAD_LOGITS))
+            idless = row.samples and at in self.faults.idless_rows
+            if row.slot.failed or idless or (row.samples and at in self.faults.failed_rows):
+                kind = executor_pb2.FAULT_KIND_NO_ID_LEFT if idless else executor_pb2.FAULT_KIND_BAD_LOGITS
+                failed.append(executor_pb2.FailedRow(slot=row.number, kind=kind))
                 row.slot.fail()
                 counts.append(0)
                 continue

@@ -13,9 +13,16 @@ import threading
 from typing import Any, TextIO
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 NO_EOS = -1
+SEQUENCES = 16
+PAGE_TOKENS = 32
+SEQUENCE_TOKENS = 640
+"""Prompts of 550 and 64 ids more, in whole pages."""
+STEP_TOKENS = 256
+"""As Triptych's scheduler. Left to itself, it takes most of the memory for KV and masks its attention over all of it:
+minutes before the first token on two cores, and seconds for each."""
 
 
 def main(model_path: str) -> None:
@@ -25,7 +32,14 @@ def main(model_path: str) -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="sdpa").eval()
     config = GenerationConfig(do_sample=False, eos_token_id=NO_EOS, pad_token_id=0, max_new_tokens=64)
-    manager = model.init_continuous_batching(generation_config=config)
+    sizes = ContinuousBatchingConfig(
+        page_size=PAGE_TOKENS,
+        num_blocks=SEQUENCES * SEQUENCE_TOKENS // PAGE_TOKENS,
+        max_batch_tokens=STEP_TOKENS,
+        max_requests_per_batch=SEQUENCES,
+        allow_block_sharing=False,  # no two prompts of the load begin alike
+    )
+    manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=sizes)
     manager.start()
     threading.Thread(target=_answer, args=(manager, answers), daemon=True).start()
     print(json.dumps({"ready": True}), file=answers)

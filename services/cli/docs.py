@@ -80,10 +80,11 @@ def _value(field: FieldInfo) -> str:
 def _type(annotation: Any) -> str:
     if typing.get_origin(annotation) is typing.Literal:
         return ", ".join(f"`{value}`" for value in typing.get_args(annotation))
-    if isinstance(annotation, types.UnionType):
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
         return " or ".join(_type(part) for part in typing.get_args(annotation) if part is not type(None))
     if typing.get_origin(annotation) is typing.Annotated:
-        return _type(typing.get_args(annotation)[0])
+        part, *limits = typing.get_args(annotation)
+        return f"{_type(part)}{' as HOST:PORT' * (HOST_PORT in limits)}"
     if typing.get_origin(annotation) is tuple:
         return f"list of {_type(typing.get_args(annotation)[0])}"
     return {str: "text", int: "integer", float: "number", bool: "true or false", Path: "path"}[annotation]

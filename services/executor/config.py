@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from services.common.config import ServiceConfig
+from services.common.config import Address, ServiceConfig
 
 
 class ExecutorConfig(ServiceConfig):
@@ -42,11 +42,24 @@ class ExecutorConfig(ServiceConfig):
     threads: int | None = Field(
         None, ge=1, description="compute threads, of each rank; unset: the CPUs the cgroup grants, divided by the ranks"
     )
-    tp_size: int = Field(
-        1, ge=1, le=64, description="ranks: processes on this machine that divide the model among them"
+    tp_size: int = Field(1, ge=1, le=64, description="ranks: processes that divide the model among them")
+    tp_rank: int | None = Field(
+        None,
+        ge=0,
+        le=63,
+        description="which of the ranks this process is, where each is started by itself, on a machine of its own "
+        "perhaps; unset: rank 0, which starts the others on this machine",
+    )
+    tp_rendezvous: Address | None = Field(
+        None,
+        description="HOST:PORT where ranks that are started by themselves meet: rank 0 listens there, the others come",
     )
     rank_timeout_s: float = Field(
-        300.0, ge=1, le=86400, description="seconds that a rank waits for another before it gives the group up"
+        300.0,
+        ge=1,
+        le=86400,
+        description="seconds that a rank waits for another before it gives the group up; among ranks that have met, "
+        "rank 0's holds",
     )
 
     @field_validator("device")
@@ -70,3 +83,25 @@ class ExecutorConfig(ServiceConfig):
         if self.cuda_graph_sizes == "auto":
             return None
         return () if self.cuda_graph_sizes == "off" else tuple(map(int, self.cuda_graph_sizes.split(",")))
+
+    @model_validator(mode="after")
+    def _a_rank_has_a_place_to_meet(self) -> Self:
+        if (self.tp_rank is None) != (self.tp_rendezvous is None):
+            given, missing = (
+                ("tp_rank", "tp_rendezvous") if self.tp_rendezvous is None else ("tp_rendezvous", "tp_rank")
+            )
+            raise ValueError(f"{given} is set without {missing}; a rank that is started by itself needs both")
+        if self.tp_rank is not None and self.tp_rank >= self.tp_size:
+            raise ValueError(
+                f"tp_rank is {self.tp_rank}, ranks of tp_size {self.tp_size} are 0 to {self.tp_size - 1}; raise tp_size"
+            )
+        if self.tp_rank is not None and self.tp_size == 1:
+            raise ValueError(
+                "tp_rank is set, but tp_size is 1; one rank meets no other, set tp_size to how many there are"
+            )
+        return self
+
+    @property
+    def ranks_here(self) -> int:
+        """Ranks that share this machine's memory and CPUs."""
+        return self.tp_size if self.tp_rank is None else 1

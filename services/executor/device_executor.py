@@ -176,7 +176,7 @@ class DeviceExecutor(Executor):
             return memory.kv_budget_bytes(self._kv_memory_bytes, self._device.available_bytes())
         with torch.inference_mode():
             peak = self._device.peak_bytes(lambda: runner.run_without_cache(settings.max_step_tokens))
-        return memory.kv_budget_bytes(None, max(0, self._device.available_bytes() - peak), KV_SHARE)
+        return memory.kv_budget_bytes(None, max(0, self._device.available_bytes() - peak), share=KV_SHARE)
 
     def _make(self, runner: ModelRunner, settings: Settings, facts: Facts, num_blocks: int) -> None:
         runner.allocate(num_blocks)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -99,8 +98,7 @@ class Executor:
         sampler: Callable[[int], Sampler] = Sampler,
         scorer: Score | None = None,
     ) -> None:
-        if threads > (cpus := len(os.sched_getaffinity(0))):
-            raise StartError(f"--threads is {threads}, this process may run on {cpus} CPUs; ask for {cpus} or fewer")
+        memory.check_threads(threads)
         self._path = path
         self._load = load
         self._make_sampler = sampler
@@ -372,6 +370,7 @@ def outcome(step: int, inputs: StepInputs, sampled: Sampled | None, scored: Scor
         failed_slots=tuple(
             dict.fromkeys([*failed, *inputs.slots[inputs.sampling_rows][sampled.failed].tolist(), *scored.failed_slots])
         ),
+        idless_slots=tuple(inputs.slots[inputs.sampling_rows][sampled.idless].tolist()),
         logprob_places=places,
         logprobs=sampled.logprobs.where(told),
         prompt_scores=scored.scores,

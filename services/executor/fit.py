@@ -40,7 +40,7 @@ class Fit:
     rank_weight_bytes: Sequence[int]
     """By rank."""
     whole: Sequence[str]
-    """What every rank holds whole beside the embedding, with the reason."""
+    """What every rank holds whole beside norms and routers, with the reason."""
     threads: memory.Threads
     backends: Mapping[str, Sequence[str]]
     """By name, the best first: reasons for not serving this model, none where it does."""
@@ -54,16 +54,18 @@ def fit(path: Path, engine: pb.EngineConfig, config: ExecutorConfig) -> Fit:
     dtypes = CPU_DTYPES if device is None else on_device(path)
     call = _load_call(engine, config.tp_size, dtypes)
     shape = architecture.figures(architecture.read(path))
-    threads = memory.compute_threads(config.threads, ranks=config.tp_size)
-    available, ranks = memory.available_bytes() if device is None else device.available_bytes(), config.tp_size
-    shards = [Shard(rank, ranks, available // ranks) for rank in range(ranks)] if ranks > 1 else [None]
+    threads = memory.compute_threads(config.threads, ranks=config.ranks_here)
+    available = memory.available_bytes() if device is None else device.available_bytes()
+    ranks, here = config.tp_size, config.ranks_here
+    shards = [Shard(rank, ranks, available // here) for rank in range(ranks)] if ranks > 1 else [None]
     rank_weight_bytes = [loader.weight_bytes(path, call.dtype, shard, packed=device is None) for shard in shards]
     weight_bytes = sum(rank_weight_bytes)
+    held_here = weight_bytes if here == ranks else rank_weight_bytes[config.tp_rank or 0]
     whole: tuple[str, ...] = ()
     if shards[0] is not None:
         held = loader.divided(path, call.dtype, shards[0])  # rank 0 has the most heads
         shape, whole = held.shape(shape), held.whole
-    if weight_bytes > available or max(rank_weight_bytes) > available // ranks:
+    if held_here > available or (here > 1 and max(rank_weight_bytes) > available // here):
         raise StartError(
             f"the weights of {path.name} take {weight_bytes} bytes{_by_rank(rank_weight_bytes)} to be served in "
             f"{_name(call.dtype)}, {available} are free; raise the memory limit or serve a smaller model"
@@ -86,7 +88,7 @@ def fit(path: Path, engine: pb.EngineConfig, config: ExecutorConfig) -> Fit:
         vocab_size=shape.vocab_size,
         weight_bytes=weight_bytes,
         available_bytes=available,
-        kv_bytes=memory.kv_budget_bytes(config.kv_memory_bytes, (available - weight_bytes) // ranks, share),
+        kv_bytes=memory.kv_budget_bytes(config.kv_memory_bytes, (available - held_here) // here, here, share),
         block_bytes=block_bytes,
         token_bytes=block_bytes // engine.block_tokens,
         rank_weight_bytes=rank_weight_bytes,

@@ -18,6 +18,7 @@ from kernels.cpu.linear import Packed
 from services.common.errors import StartError
 from services.executor import architecture, conversion, fusing, memory, packing
 from services.executor.attention.selection import IMPLEMENTATION
+from services.executor.conversion import Recipe
 from services.executor.device import Device
 from services.executor.ranks import division, layers
 from services.executor.ranks.division import Division, Part, Shard
@@ -27,7 +28,7 @@ _HEAD = "lm_head.weight"
 """The output matrix, in every family served; with tied embeddings a file may lack it."""
 _HASH_REPORT_S = 0.5
 
-Recipes = dict[str, conversion.Recipe]
+Recipes = dict[str, Recipe]
 
 
 @dataclass(frozen=True)
@@ -67,14 +68,16 @@ def load(
     On the CPU, or on `device`, where nothing is packed and nothing fused: its modules are transformers' own.
 
     Of `shard`, a rank, only the part of each tensor is read that the rank holds, its layers are not connected yet with
-    the other ranks', and rank 0 alone hashes the files. Raises StartError when the model is not served, it cannot be
-    divided, a file cannot be read, the weights do not fit into memory, tensors are missing, unexpected or of another
-    shape (all listed), or the files hash to another than `expected_hash`, unless that is empty.
+    the other ranks', and unless it has files of its own, rank 0 alone hashes them.
+
+    Raises StartError when the model is not served, it cannot be divided, a file cannot be read, the weights do not fit
+    into memory, tensors are missing, unexpected or of another shape (all listed), or the files hash to another than
+    `expected_hash`, unless that is empty.
     """
     config = architecture.read(path)
     files = WeightFiles(path)
     threads = torch.get_num_threads()
-    with Hashing(files.paths if shard is None or shard.rank == 0 else (), threads) as hashing:
+    with Hashing(files.paths if shard is None or shard.hashes else (), threads) as hashing:
         model = _skeleton(config, dtype)
         recipes = _recipes(path, model, files)
         if expected_hash:
@@ -85,7 +88,7 @@ def load(
     shape = architecture.figures(config)
     if held is None:
         return Checkpoint(model, shape, dtype, digest)
-    return Checkpoint(model, held.shape(shape), dtype, digest if held.shard.rank == 0 else "", held)
+    return Checkpoint(model, held.shape(shape), dtype, digest if held.shard.hashes else "", held)
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -221,7 +224,7 @@ def _assign(
     parts = {} if held is None else held.parts
     available = _available_bytes(held, device)
     if total > available:
-        raise StartError(_too_large(path, total, dtype, available))
+        raise StartError(_too_large(path, total, dtype, available, held))
     tied = model.config.tie_word_embeddings
     if tied and _HEAD in recipes:
         _check_tied(path, model, recipes, files, parts.get(_HEAD))
@@ -232,7 +235,7 @@ def _assign(
     _refuse(path, shapes=[_other_shape(name, one.shape, places[name].shape) for name, one in sorted(state.items())])
     model.load_state_dict(state, strict=False, assign=True)
     if tied:
-        _tie(model, packed, parts.get(_HEAD))
+        _tie(model, packed, None if held is not None and held.embedding else parts.get(_HEAD))
     packing.install(model, packed)
     if held is not None:
         layers.install(model, held)
@@ -289,7 +292,7 @@ def _made(
 
     def make(name: str) -> tuple[str, Packed | torch.Tensor]:
         recipe = recipes[name]
-        stored = _part(recipe.make(model, files.read), parts.get(name))
+        stored = recipe.make(model, _reading(files, recipe, parts.get(name)))
         # A copy even without conversion: aligned, and safe when the file is replaced while it is served.
         made = packing.pack(stored) if name in packable else stored.to(dtype, copy=True).to(place)
         files.release(recipe.sources)
@@ -306,9 +309,25 @@ def _made(
         pool.shutdown(cancel_futures=True)
 
 
-def _part(tensor: torch.Tensor, part: Part | None) -> torch.Tensor:
-    """A view: of a mapped file no more is read than what is used of it, to the page."""
-    return tensor if part is None else tensor.narrow(part.dim, part.begin, part.end - part.begin)
+def _reading(files: WeightFiles, recipe: Recipe, part: Part | None) -> conversion.Fetch:
+    """How a recipe's tensors are read: of a part, no more than goes into it.
+
+    Tensors that are stacked, one an expert, have each the part's indices, a dimension lower, and one block of it.
+    """
+    if part is None:
+        return files.read
+    if recipe.converter is None:
+        return lambda name: files.read(name, part.dim, part.spans)
+
+    def read(name: str) -> torch.Tensor:
+        dim, shape = part.dim - 1, files.shape(name)
+        if not 0 <= dim < len(shape) or shape[dim] != part.whole:
+            raise StartError(
+                f"{name} is {list(shape)}; for {recipe.target} it should be {part.whole} wide, to divide it"
+            )
+        return files.read(name, dim, [(part.begin, part.end)])
+
+    return read
 
 
 def _available_bytes(held: Division | None, device: Device | None) -> int:
@@ -328,10 +347,17 @@ def _held_bytes(model: PreTrainedModel, recipes: Recipes, files: WeightFiles, dt
     return total
 
 
-def _too_large(path: Path, total: int, dtype: torch.dtype, available: int) -> str:
+def _too_large(path: Path, total: int, dtype: torch.dtype, available: int, held: Division | None) -> str:
+    served = f"to be served in {str(dtype).removeprefix('torch.')}"
+    mend = "raise the memory limit or serve a smaller model"
+    if held is None:
+        return f"the weights of {path} take {total} bytes {served}, {available} are free; {mend}"
+    rank, size = held.shard.rank, held.shard.size
+    by_rank = [weight_bytes(path, dtype, Shard(other, size, 0)) for other in range(size)]
     return (
-        f"the weights of {path} take {total} bytes to be served in {str(dtype).removeprefix('torch.')}, {available} are"
-        " free; raise the memory limit or serve a smaller model"
+        f"the weights of {path} take {total} bytes on rank {rank} {served}, its share of what is free is {available}"
+        f" (by {size} ranks the weights take {', '.join(map(str, by_rank))} bytes, {sum(by_rank)} in all); {mend},"
+        " or more ranks"
     )
 
 
@@ -343,7 +369,7 @@ def _embedding_name(model: PreTrainedModel) -> str:
 def _check_tied(path: Path, model: PreTrainedModel, recipes: Recipes, files: WeightFiles, part: Part | None) -> None:
     """A file that holds another output matrix than the input embedding contradicts its config."""
     pair = [recipes[_HEAD], recipes[_embedding_name(model)]]
-    head, embedding = (_part(recipe.make(model, files.read), part) for recipe in pair)
+    head, embedding = (recipe.make(model, _reading(files, recipe, part)) for recipe in pair)
     if head.dtype != embedding.dtype:
         head, embedding = head.float(), embedding.float()
     same = torch.equal(head, embedding)

@@ -21,9 +21,11 @@ from services.executor.device import Device
 from services.executor.device_executor import DeviceExecutor
 from services.executor.executor import Executor
 from services.executor.loader import weight_files
+from services.executor.ranks import joined
 from services.executor.ranks.division import Shard
+from services.executor.ranks.joining import JoiningPeers
 from services.executor.ranks.leader import LeadingExecutor
-from services.executor.ranks.peers import Peers
+from services.executor.ranks.peers import ChildPeers, Peers
 from services.executor.server import SERVICE_NAME, ExecutorServicer
 
 _SWITCH_INTERVAL_S = 0.0005
@@ -43,6 +45,9 @@ def main(argv: Sequence[str]) -> int:
     path = checkpoint.find(settings.model, revision=settings.revision, offline=settings.offline, weights=True)
     architecture.read(path)
     weight_files(path)
+    if settings.tp_rank:
+        joined.run(path, settings, _threads(settings))
+        return 0
     executor = _executor(path, settings)
     try:
         asyncio.run(_serve(executor, settings, startup))
@@ -53,8 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _executor(path: Path, settings: ExecutorConfig) -> Executor:
     ranks = settings.tp_size
-    threads = memory.compute_threads(settings.threads, ranks=ranks)
-    log.info("compute threads: %d, since %s", threads.count, threads.reason)
+    threads = _threads(settings)
     device = devices.choose(settings.device, settings.kernels)
     _refuse_together(settings, device)
     if device is not None:
@@ -74,13 +78,7 @@ def _executor(path: Path, settings: ExecutorConfig) -> Executor:
             attention_backend=settings.attention_backend,
         )
     loader.divided(path, torch.float32, Shard(0, ranks, 0))  # refuses what cannot be
-    peers = Peers(
-        path,
-        size=ranks,
-        threads=threads.count,
-        timeout_s=settings.rank_timeout_s,
-        log_level=settings.log_level,
-    )
+    peers = _peers(path, settings, threads.count)
     try:
         return LeadingExecutor(path, peers=peers, threads=threads.count, kv_memory_bytes=settings.kv_memory_bytes)
     except StartError:
@@ -98,6 +96,27 @@ def _refuse_together(settings: ExecutorConfig, device: Device | None) -> None:
         raise StartError(
             f"--cuda-graph-sizes is {settings.cuda_graph_sizes}, but the device is the CPU; leave it unset"
         )
+
+
+def _peers(path: Path, settings: ExecutorConfig, threads: int) -> Peers:
+    size, timeout_s = settings.tp_size, settings.rank_timeout_s
+    if settings.tp_rendezvous is not None:
+        address = settings.tp_rendezvous
+        return JoiningPeers(path, size=size, address=address, timeout_s=timeout_s, device=settings.device)
+    return ChildPeers(
+        path,
+        size=size,
+        threads=threads,
+        timeout_s=timeout_s,
+        log_level=settings.log_level,
+        device=settings.device,
+    )
+
+
+def _threads(settings: ExecutorConfig) -> memory.Threads:
+    threads = memory.compute_threads(settings.threads, ranks=settings.ranks_here)
+    log.info("compute threads: %d, since %s", threads.count, threads.reason)
+    return threads
 
 
 async def _serve(executor: Executor, settings: ExecutorConfig, startup: Startup) -> None:
@@ -126,4 +145,5 @@ async def _serve(executor: Executor, settings: ExecutorConfig, startup: Startup)
 
 async def _lost(executor: Executor) -> str:
     """Why the executor's ranks or its device are lost, once they are."""
-    return await asyncio.wrap_future(executor.lost)
+    # Shielded: what waits here is cancelled, and the future is others' to read.
+    return await asyncio.shield(asyncio.wrap_future(executor.lost))

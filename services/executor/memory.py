@@ -76,11 +76,16 @@ def compute_threads(
             if count < threads.count:
                 threads = Threads(count, f"{name} is {count}")
         return threads
-    if asked > (allowed := len(os.sched_getaffinity(0))):
-        raise StartError(f"--threads is {asked}, this process may run on {allowed} CPUs; ask for {allowed} or fewer")
+    check_threads(asked)
     if asked > (most := bounds.get("NUMBA_NUM_THREADS", asked)):
         raise StartError(f"--threads is {asked}, but NUMBA_NUM_THREADS is {most}; raise that, or unset it")
     return Threads(asked, f"--threads is {asked}")
+
+
+def check_threads(asked: int) -> None:
+    """Raises StartError for more than CPUs that this process may run on."""
+    if asked > (allowed := len(os.sched_getaffinity(0))):
+        raise StartError(f"--threads is {asked}, this process may run on {allowed} CPUs; ask for {allowed} or fewer")
 
 
 def _leading_integer(text: str) -> int:
@@ -99,13 +104,18 @@ def threads_left(at: Hierarchy = HOST) -> int | None:
     return min(rest, default=None)
 
 
-def kv_budget_bytes(asked: int | None, available: int, share: float = KV_SHARE) -> int:
-    """Bytes for KV: `asked`, else `share` of `available`. Raises StartError where more is asked than there is."""
+def kv_budget_bytes(asked: int | None, available: int, ranks: int = 1, share: float = KV_SHARE) -> int:
+    """Bytes for KV of each of `ranks` processes: `asked`, else `share` of `available`, which is each one's too.
+
+    Raises StartError where more is asked than there is.
+    """
     if asked is None:
         return int(available * share)
     if asked > available:
+        a_rank = f" for each of {ranks} ranks, {ranks * asked} in all" if ranks > 1 else ""
+        left = f", {available} of them a rank's" if ranks > 1 else ""
         raise StartError(
-            f"--kv-memory-bytes is {asked}, but {available} bytes are left after the weights; "
+            f"--kv-memory-bytes is {asked}{a_rank}, but {ranks * available} bytes are left after the weights{left}; "
             "ask for less or raise the memory limit"
         )
     return asked

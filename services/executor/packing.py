@@ -28,7 +28,7 @@ def packable(model: PreTrainedModel, dtype: torch.dtype) -> frozenset[str]:
     return frozenset(
         f"{name}.weight"
         for name, module in model.named_modules()
-        if type(module) is torch.nn.Linear or (module is embedding and _gathers(embedding))
+        if type(module) is torch.nn.Linear or (module is embedding and gathers(embedding))
     )
 
 
@@ -87,15 +87,19 @@ class PackedEmbedding(torch.nn.Module):
         super().__init__()
         self.weights = weights
         self.panels = torch.nn.Buffer(torch.from_numpy(weights.panels))
-        self._scale = scale
+        self.scale = scale
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids [...] int64, each within the vocabulary -> [..., embedding] float32."""
         out = torch.empty(*ids.shape, self.weights.depth)
-        linear.gather(self.weights, ids.reshape(-1).numpy(), out.view(-1, self.weights.depth).numpy())
-        return out if self._scale is None else out * self._scale.to(ARITHMETIC)
+        self.gather(ids.reshape(-1).numpy(), out.view(-1, self.weights.depth).numpy())
+        return out if self.scale is None else out * self.scale.to(ARITHMETIC)
+
+    def gather(self, ids: npt.NDArray[np.int64], out: npt.NDArray[np.float32]) -> None:
+        """ids [n], out [n, embedding], not scaled. Raises IndexError for an id that there is not."""
+        linear.gather(self.weights, ids, out)
 
 
-def _gathers(embedding: torch.nn.Module) -> bool:
+def gathers(embedding: torch.nn.Module) -> bool:
     """Whether it returns rows of its weight as they are, or, by transformers' convention, times its embed_scale."""
     return type(embedding) is torch.nn.Embedding or type(embedding).__name__.endswith("TextScaledWordEmbedding")

@@ -99,7 +99,7 @@ class Outcome:
     token_ids: Int64s
     """[sum of token_counts]"""
     failed_slots: tuple[int, ...]
-    """Slots of this step's rows whose logits are NaN, or were in an earlier step."""
+    """Slots of this step's rows whose logits are NaN, that no id is left for, or that failed in an earlier step."""
     logprob_places: Int64s
     """[n] indices into token_ids of the ids whose request asked for its log-probability."""
     logprobs: Logprobs
@@ -109,3 +109,5 @@ class Outcome:
     sample_us: int = 0
     in_graph: bool | None = None
     """Whether a captured graph was replayed; None: there are none on this device."""
+    idless_slots: tuple[int, ...] = ()
+    """Those of the failed slots whose logits are good, and yet no id is left for them."""

@@ -65,6 +65,8 @@ class Sampled:
     """[n] rows that logprobs are told of, rising"""
     logprobs: Logprobs
     """of `scored`"""
+    idless: npt.NDArray[np.bool_]
+    """those of the failed rows whose logits are good, while bans and bias leave no id"""
 
 
 class Sampler:
@@ -81,14 +83,18 @@ class Sampler:
         own: Float32s = logits[:, : self._vocab_size].float().numpy()
         token_ids = own.argmax(axis=1)  # NaN wins
         failed = ~np.isfinite(own[np.arange(len(own)), token_ids])
+        idless = np.zeros(len(own), np.bool_)
         places, scores = self._adjust(own, rows, masks)
         if len(scores):
             changed = places >= 0
             token_ids[changed] = scores.argmax(axis=1)
-            failed[changed] |= ~np.isfinite(scores.max(axis=1))
+            best = scores.max(axis=1)
+            idless[changed] = ~failed[changed] & np.isneginf(best)
+            failed[changed] |= ~np.isfinite(best)
         self._draw(own, places, scores, rows, token_ids, failed)
         scored = np.flatnonzero((rows.columns["logprobs"] >= 0) & ~failed)
-        return Sampled(token_ids, failed, scored, _logprobs(own, scored, token_ids, rows.columns["logprobs"]))
+        logprobs = _logprobs(own, scored, token_ids, rows.columns["logprobs"])
+        return Sampled(token_ids, failed, scored, logprobs, idless)
 
     def _adjust(self, own: Float32s, rows: SampleRows, masks: Masks | None) -> tuple[Int64s, Float64s]:
         """Where each row's scores are, -1 where they are its logits; and scores after bans, bias and penalties."""

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import mmap
 import threading
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,7 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _HASH_CHUNK_BYTES = 1 << 20
+_CLOSE_BYTES = 4 * mmap.PAGESIZE
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,24 @@ class _Stored:
     shape: tuple[int, ...]
     begin: int
     end: int
+
+    def runs(self, dim: int, spans: Sequence[tuple[int, int]] | None) -> Iterator[tuple[int, int]]:
+        """Where in the file the indices of `spans` in dimension `dim` lie; None: all of it.
+
+        What lies closer together than pages is one run: a disk reads it whole anyway.
+        """
+        if self.begin == self.end:
+            return
+        outer, inner = math.prod(self.shape[:dim]), math.prod(self.shape[dim:])
+        row_bytes = inner * (self.end - self.begin) // math.prod(self.shape)
+        if spans is None or (dim and row_bytes < _CLOSE_BYTES):
+            yield self.begin, self.end
+            return
+        index_bytes = row_bytes // self.shape[dim]
+        for row in range(outer):
+            start = self.begin + row * row_bytes
+            for first, last in spans:
+                yield start + first * index_bytes, start + last * index_bytes
 
 
 class WeightFiles:
@@ -85,10 +105,11 @@ class WeightFiles:
         """File and first byte: the order in which tensors are read without seeking."""
         return self._where[name], self._file(name).stored[name].begin
 
-    def read(self, name: str) -> torch.Tensor:
-        """The tensor as the file holds it, a view of the map: not to be written, and its parts cost what is used of
-        them. Raises StartError for a dtype that is not served."""
-        return self._file(name).view(name)
+    def read(self, name: str, dim: int = 0, spans: Sequence[tuple[int, int]] | None = None) -> torch.Tensor:
+        """The tensor as the file holds it, or of its dimension `dim` the indices in `spans`, (first, past the last)
+        each. Not to be written: a view of the map, but for several spans. Of the file no more is read than these, to
+        the page. Raises StartError for a dtype that is not served."""
+        return self._file(name).view(name, dim, spans)
 
     def release(self, names: Iterable[str]) -> None:
         """Gives back the memory of tensors that have been read; a view of one still holds, and reads it anew."""
@@ -121,18 +142,22 @@ class _MappedFile:
             warnings.filterwarnings("ignore", "The given buffer is not writable")  # nothing here writes
             self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
-    def view(self, name: str) -> torch.Tensor:
+    def view(self, name: str, dim: int, spans: Sequence[tuple[int, int]] | None) -> torch.Tensor:
         stored = self.stored[name]
         if stored.dtype not in _DTYPES:
             raise StartError(f"{self.path} holds {name} as {stored.dtype}, served are {', '.join(_DTYPES)}")
         dtype = _DTYPES[stored.dtype]
-        if stored.begin < stored.end:
-            begin = stored.begin - stored.begin % mmap.PAGESIZE
-            self._map.madvise(mmap.MADV_WILLNEED, begin, stored.end - begin)
+        for begin, end in stored.runs(dim, spans):
+            aligned = begin - begin % mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_WILLNEED, aligned, end - aligned)
         data = self._bytes[stored.begin : stored.end]
         if stored.begin % dtype.itemsize:  # of files older than the format's rule of alignment
             data = data.clone()
-        return data.view(dtype).view(stored.shape)
+        whole = data.view(dtype).view(stored.shape)
+        if spans is None:
+            return whole
+        parts = [whole.narrow(dim, begin, end - begin) for begin, end in spans]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def release(self, name: str) -> None:
         stored = self.stored[name]

@@ -218,7 +218,13 @@ def result(outcome: Outcome, received_unix_ns: int, wait_us: int) -> pb.StepResu
         step=outcome.step,
         token_counts=_to_tail(outcome.token_counts),
         token_ids=outcome.token_ids.astype("<u4").tobytes(),
-        failed=[pb.FailedRow(slot=slot, kind=pb.FAULT_KIND_BAD_LOGITS) for slot in outcome.failed_slots],
+        failed=[
+            pb.FailedRow(
+                slot=slot,
+                kind=pb.FAULT_KIND_NO_ID_LEFT if slot in outcome.idless_slots else pb.FAULT_KIND_BAD_LOGITS,
+            )
+            for slot in outcome.failed_slots
+        ],
         received_unix_ns=received_unix_ns,
         wait_us=wait_us,
         execute_us=outcome.execute_us,

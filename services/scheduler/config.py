@@ -105,5 +105,10 @@ class SchedulerConfig(ServiceConfig):
         fitting = (k for k in range(DEFAULT_LOGPROBS, 0, -1) if self._scores_bytes(k) <= MAX_SCORES_BYTES)
         return next(fitting, 0)
 
+    @property
+    def most_scores_bytes(self) -> int:
+        """Of the prompt logprobs that one step may make."""
+        return self._scores_bytes(self.most_logprobs)
+
     def _scores_bytes(self, alternatives: int) -> int:
         return self.max_num_batched_tokens * logprob_bytes(alternatives)

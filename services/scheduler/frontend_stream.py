@@ -14,7 +14,7 @@ from services.common.errors import RequestError, invalid, unserved
 from services.scheduler import door
 from services.scheduler.engine import Engine
 from services.scheduler.fragments import HalfSent
-from services.scheduler.outbox import MAX_PENDING_BYTES, Outbox
+from services.scheduler.outbox import Outbox
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 class FrontendStream:
     """Reads what a frontend sends while its outbox is written."""
 
-    def __init__(self, engine: Engine, max_pending_bytes: int = MAX_PENDING_BYTES) -> None:
+    def __init__(self, engine: Engine, max_pending_bytes: int) -> None:
         self._engine = engine
         self._outbox = Outbox(max_pending_bytes)
         self._number: int | None = None

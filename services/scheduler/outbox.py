@@ -11,11 +11,20 @@ from triptych.engine.v1 import engine_pb2
 from services.common.errors import RequestError
 from services.scheduler.outputs import Outputs, cut, encode, merge
 
-MAX_PENDING_BYTES = 4 * 1024 * 1024
-"""Of outputs that a frontend has not taken: about a million ids."""
+PLAIN_PENDING_BYTES = 4 * 1024 * 1024
+"""Of outputs that a frontend has not taken, prompt logprobs apart: about a million ids."""
+
+PENDING_STEPS_OF_SCORES = 2
+"""A frontend that keeps pace has taken a step's outputs when the next step's come; then the last of the one may still
+wait beside the whole of the other."""
 
 MAX_PENDING_ANSWERS = 64
 """Pings that a frontend sends without reading the answers."""
+
+
+def pending_limit_bytes(step_scores_bytes: int) -> int:
+    """What may wait for a frontend, where a step makes so many bytes of prompt logprobs at most."""
+    return PLAIN_PENDING_BYTES + PENDING_STEPS_OF_SCORES * step_scores_bytes
 
 
 class Outbox:
@@ -25,7 +34,7 @@ class Outbox:
     answers None.
     """
 
-    def __init__(self, max_pending_bytes: int = MAX_PENDING_BYTES) -> None:
+    def __init__(self, max_pending_bytes: int = PLAIN_PENDING_BYTES) -> None:
         self._max_pending_bytes = max_pending_bytes
         self._hello: engine_pb2.EngineHello | None = None
         self._answers: deque[engine_pb2.Heartbeat] = deque()

@@ -24,6 +24,7 @@ _STATUS = {
     FailureKind.DEADLINE: (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
     FailureKind.BAD_TOKEN_ID: (grpc.StatusCode.INTERNAL, "BAD_TOKEN_ID"),
     FailureKind.ROW_FAILED: (grpc.StatusCode.INTERNAL, "ROW_FAILED"),
+    FailureKind.NO_ID_LEFT: (grpc.StatusCode.INVALID_ARGUMENT, "NO_ID_LEFT"),
     FailureKind.EXECUTOR_LOST: (grpc.StatusCode.UNAVAILABLE, "EXECUTOR_LOST"),
     FailureKind.DRAINING: (grpc.StatusCode.UNAVAILABLE, "DRAINING"),
 }

@@ -17,7 +17,7 @@ from services.scheduler.engine import Engine
 from services.scheduler.executor_link import ExecutorLink
 from services.scheduler.frontend_stream import FrontendStream
 from services.scheduler.identity import Model
-from services.scheduler.outbox import MAX_PENDING_BYTES
+from services.scheduler.outbox import pending_limit_bytes
 from services.scheduler.recording import Journal
 
 log = logging.getLogger(__name__)
@@ -51,9 +51,10 @@ class SchedulerServer:
         self,
         config: SchedulerConfig,
         *,
-        max_pending_bytes: int = MAX_PENDING_BYTES,
+        max_pending_bytes: int | None = None,
         startup: Startup | None = None,
     ) -> None:
+        """`max_pending_bytes` may wait for a frontend; None: as `config` has it."""
         self._config = config
         self._startup = startup or Startup()
         model = Model.read(config)
@@ -61,6 +62,8 @@ class SchedulerServer:
         self._journal = Journal(config.record) if config.record is not None else None
         self.engine = Engine(model, self._link, self._journal)
         self.server = Server(config.host, config.port)
+        if max_pending_bytes is None:
+            max_pending_bytes = pending_limit_bytes(config.most_scores_bytes)
         servicer = EngineServicer(self.engine, max_pending_bytes)
         engine_pb2_grpc.add_EngineServiceServicer_to_server(servicer, self.server.grpc)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self.engine), self.server.grpc)

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from services.executor.ranks.follower import Follower, Place
+from services.executor.ranks.follower import Follower, LeftError, Place
 from services.executor.ranks.leader import LeadingExecutor
 from services.executor.ranks.messages import Channel
-from services.executor.ranks.peers import Peers
+from services.executor.ranks.peers import ChildPeers
 
 
 class RankThread:
@@ -25,6 +25,8 @@ class RankThread:
         def run() -> None:
             try:
                 Follower(place, channel).run()
+            except LeftError:
+                pass
             except BaseException:
                 self.failed = True
             gc.collect()  # what ends with a process: its connections with the other ranks
@@ -48,7 +50,7 @@ def ranks(size: int, timeout_s: float = 60.0) -> Callable[..., LeadingExecutor]:
     """What makes an executor of `size` ranks, as `serve(make=...)` takes it."""
 
     def make(path: Path, *, threads: int, kv_memory_bytes: int) -> LeadingExecutor:
-        peers = Peers(path, size=size, threads=threads, timeout_s=timeout_s, start=RankThread)
+        peers = ChildPeers(path, size=size, threads=threads, timeout_s=timeout_s, start=RankThread)
         return LeadingExecutor(path, peers=peers, threads=threads, kv_memory_bytes=kv_memory_bytes)
 
     return make

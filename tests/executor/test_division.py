@@ -9,12 +9,13 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from services.common.errors import StartError
 from services.executor import loader, main
 from services.executor.architecture import Architecture
 from services.executor.config import ExecutorConfig
-from services.executor.ranks.division import Division, Shard, head_spans, span
+from services.executor.ranks.division import Division, Part, Shard, head_spans, span
 from services.executor.weight_files import WeightFiles
 from tests.support.checkpoints import tiny_llama, tiny_model
 
@@ -61,24 +62,26 @@ FAMILIES: dict[str, tuple[dict[str, Any], int, bool]] = {
     "gemma3_text": ({"head_dim": 24, "query_pre_attn_scalar": 40}, 8, True),
     "phi": ({}, 8, True),
     "gpt_neox": ({"num_key_value_heads": None}, 8, True),
-    "mixtral": ({"num_local_experts": 4, "num_experts_per_tok": 2}, 4, False),
+    "mixtral": ({"num_local_experts": 4, "num_experts_per_tok": 2}, 8, True),
     # Of four layers, one has an MLP and no experts.
-    "qwen3_moe": ({"num_experts": 4, "head_dim": 24, "moe_intermediate_size": 32, "mlp_only_layers": [1]}, 5, False),
+    "qwen3_moe": ({"num_experts": 4, "head_dim": 24, "moe_intermediate_size": 32, "mlp_only_layers": [1]}, 8, True),
+    # One panel is not divided.
+    "qwen3_moe narrow": ({"num_experts": 4, "head_dim": 24, "moe_intermediate_size": 16}, 4, False),
 }
 """Settings, sums over the ranks in four layers, and whether all blocks are divided."""
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_attention_mlp_and_head_are_divided_and_experts_are_not(tmp_path: Path, model_type: str) -> None:
+def test_attention_mlps_experts_embedding_and_head_are_divided(tmp_path: Path, model_type: str) -> None:
     settings, sums, all_divided = FAMILIES[model_type]
-    path = tiny_model(tmp_path, model_type, **settings)
+    path = tiny_model(tmp_path, model_type.split()[0], **settings)
     parts: Counter[str] = Counter()
     for rank in (0, 1):
         held = divided(path, rank, 2)
-        assert (len(held.summed), held.gathered.name, held.gathered.widths) == (sums, "lm_head", (256, 256))
-        assert bool(held.whole) != all_divided
-        if held.whole:
-            assert held.whole == ("model.layers.*.mlp.experts (experts are not divided yet)",)
+        assert len(held.summed) + len(held.experts) == sums
+        assert (held.gathered.name, held.gathered.widths) == ("lm_head", (256, 256))
+        assert held.embedding.endswith("embed_tokens") or held.embedding.endswith("embed_in")
+        assert held.whole == (() if all_divided else ("model.layers.*.mlp.experts (their width is 16)",))
         for name, part in held.parts.items():
             parts[name] += part.end - part.begin
             assert part.begin == 0 if rank == 0 else part.end == part.whole
@@ -107,33 +110,73 @@ def test_attention_that_cannot_be_divided_is_whole_beside_an_mlp_that_can(tmp_pa
     assert held.whole == ("model.layers.*.self_attn (1 query heads on 1 kv heads)",)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_uses_its_own_part_of_the_files_and_nothing_else(
-    tmp_path: Path, rank: int, tied: bool, monkeypatch: pytest.MonkeyPatch
+def test_tied_embeddings_are_divided_as_one(tmp_path: Path) -> None:
+    """A vocabulary of 500 is 32 panels of 16, the last with 4 ids."""
+    path = tiny_llama(tmp_path, vocab_size=500, tie_word_embeddings=True)
+    held = divided(path, 1, 2)
+    assert held.parts["model.embed_tokens.weight"] == held.parts["lm_head.weight"] == Part(0, 256, 500, 500)
+    model = loader.load(path, torch.float32, lambda progress: None, shard=Shard(1, 2, PLENTY)).model
+    assert model.lm_head.weights is model.model.embed_tokens.weights
+
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_each_rank_reads_its_own_part_of_the_files_and_nothing_else(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, shard = tiny_llama(tmp_path, tie_word_embeddings=tied, shards=2), Shard(rank, 2, PLENTY)
-    parts = loader.divided(path, torch.float32, shard).parts
-    read, held = WeightFiles.read, {}
+    """The whole of what is divided, once over the ranks; norms and routers, a hundredth of all, by each."""
+    model_type, settings = MODELS[model]
+    path = tiny_model(tmp_path, model_type, **settings)
+    stored = sum(tensor.nbytes for tensor in load_file(path / "model.safetensors").values())
+    read, used = WeightFiles.read, [0, 0]
 
-    def read_with_holes(files: WeightFiles, name: str) -> torch.Tensor:
-        stored = read(files, name)
-        if (part := parts.get(name)) is None:
-            held[name] = stored.numel()
-            return stored
-        holed = torch.full_like(stored, torch.nan)
-        mine = stored.narrow(part.dim, part.begin, part.end - part.begin)
-        holed.narrow(part.dim, part.begin, part.end - part.begin).copy_(mine)
-        held[name] = mine.numel()
-        return holed
+    def counted(files: WeightFiles, *which: Any) -> torch.Tensor:
+        made = read(files, *which)
+        used[rank] += made.nbytes
+        return made
 
-    monkeypatch.setattr(WeightFiles, "read", read_with_holes)
-    model = loader.load(path, torch.float32, lambda progress: None, shard=shard).model
-    stored_parts = parts.keys() - {"lm_head.weight"} if tied else parts.keys()
-    assert len(stored_parts) >= 14 and stored_parts <= held.keys()
-    assert not any(tensor.isnan().any() for tensor in model.state_dict().values())
-    # All widths here are whole panels and all numbers float32, so what is held is what was used.
-    assert loader.weight_bytes(path, torch.float32, shard) == 4 * sum(held.values())
+    monkeypatch.setattr(WeightFiles, "read", counted)
+    for rank in (0, 1):
+        shard = Shard(rank, 2, PLENTY)
+        loader.load(path, torch.float32, lambda progress: None, shard=shard)
+        # All widths here are whole panels and all numbers float32, so what is held is what was used.
+        assert loader.weight_bytes(path, torch.float32, shard) == used[rank]
+    assert stored <= sum(used) < 1.01 * stored
+    assert max(used) < 0.51 * stored
+
+
+def test_experts_that_the_files_hold_in_one_tensor_are_cut_in_both_of_its_halves(tmp_path: Path) -> None:
+    """As a model of transformers has them in memory: gates above ups."""
+    path = tiny_model(tmp_path, "mixtral", num_local_experts=4, num_experts_per_tok=2)
+    whole = loader.load(path, torch.float32, lambda progress: None).model.model.layers[0].mlp.experts
+    stored = load_file(path / "model.safetensors")
+    fused = {name: tensor for name, tensor in stored.items() if "layers.0.block_sparse_moe.experts." not in name}
+    fused["model.layers.0.mlp.experts.gate_up_proj"] = whole.gate_up_proj.contiguous()
+    fused["model.layers.0.mlp.experts.down_proj"] = whole.down_proj.contiguous()
+    assert len(fused) == len(stored) - 12 + 2
+    save_file(fused, path / "model.safetensors")
+    for rank, lanes in enumerate((range(64), range(64, 128))):
+        model = loader.load(path, torch.float32, lambda progress: None, shard=Shard(rank, 2, PLENTY)).model
+        held = model.model.layers[0].mlp.experts.experts
+        assert torch.equal(held.gate_up_proj[:, :64], whole.gate_up_proj[:, list(lanes)])
+        assert torch.equal(held.gate_up_proj[:, 64:], whole.gate_up_proj[:, [128 + lane for lane in lanes]])
+        assert torch.equal(held.down_proj, whole.down_proj[:, :, list(lanes)])
+
+
+def test_an_expert_of_another_width_is_refused_though_a_rank_reads_a_part_of_it(tmp_path: Path) -> None:
+    path = tiny_model(tmp_path, "mixtral", num_local_experts=4, num_experts_per_tok=2)
+    stored = load_file(path / "model.safetensors")
+    stored["model.layers.0.block_sparse_moe.experts.2.w1.weight"] = torch.zeros(256, 64)
+    save_file(stored, path / "model.safetensors")
+    with pytest.raises(StartError, match=r"experts.2.w1.weight is \[256, 64\].*should be 128 wide"):
+        loader.load(path, torch.float32, lambda progress: None, shard=Shard(1, 2, PLENTY))
 
 
 def test_a_tensor_of_another_size_is_refused_though_a_rank_reads_a_part_of_it(tmp_path: Path) -> None:
@@ -149,5 +192,10 @@ def test_a_tensor_of_another_size_is_refused_though_a_rank_reads_a_part_of_it(tm
 def test_a_rank_takes_no_more_memory_than_its_share(tiny: Path) -> None:
     needed = loader.weight_bytes(tiny, torch.float32, Shard(1, 2, 0))
     loader.load(tiny, torch.float32, lambda progress: None, shard=Shard(1, 2, needed))
-    with pytest.raises(StartError, match=f"take {needed} bytes"):
+    every = [loader.weight_bytes(tiny, torch.float32, Shard(rank, 2, 0)) for rank in (0, 1)]
+    with pytest.raises(
+        StartError,
+        match=rf"take {needed} bytes on rank 1 .* is {needed - 1} \(by 2 ranks .* {every[0]}, {every[1]} bytes,"
+        rf" {sum(every)} in all\)",
+    ):
         loader.load(tiny, torch.float32, lambda progress: None, shard=Shard(1, 2, needed - 1))

@@ -101,7 +101,7 @@ async def test_ids_equal_those_of_generate(family: Path) -> None:
     await check_ids(family, 12, budget=24, preempt=5)
 
 
-@pytest.mark.parametrize("name", ["llama, biases", "gemma3_text", "gpt_neox", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama, biases", "gemma3_text", "gpt_neox", "mixtral", "qwen3_moe"])
 async def test_ids_of_two_ranks_equal_those_of_generate(tmp_path: Path, name: str) -> None:
     """In chunks, preempted, and with two steps in flight, as above."""
     model_type, settings = FAMILIES[name]

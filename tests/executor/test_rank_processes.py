@@ -23,7 +23,7 @@ from triptych.executor.v1 import executor_pb2_grpc
 
 from services.executor.ranks.follower import Place
 from services.executor.ranks.leader import LeadingExecutor
-from services.executor.ranks.peers import Peers
+from services.executor.ranks.peers import ChildPeers
 from services.executor.steps import HUNG_EXIT_STATUS
 from tests.executor.mini_scheduler import GREEDY, MiniScheduler, Request, RunStream, column, serve
 from tests.support.checkpoints import reference_ids
@@ -233,7 +233,7 @@ async def test_an_error_of_a_peer_is_a_fatal_fault_that_names_it(tiny: Path) -> 
     """One request is served by two processes before that: its ids are the reference's."""
 
     def make(path: Path, *, threads: int, kv_memory_bytes: int) -> LeadingExecutor:
-        peers = Peers(path, size=2, threads=threads, timeout_s=60, start=start_breaking)
+        peers = ChildPeers(path, size=2, threads=threads, timeout_s=60, start=start_breaking)
         return LeadingExecutor(path, peers=peers, threads=threads, kv_memory_bytes=kv_memory_bytes)
 
     async with serve(tiny, num_blocks=BLOCKS, make=make) as rig:

@@ -22,7 +22,7 @@ from services.executor.ranks import follower, leader
 from services.executor.ranks.division import Shard
 from services.executor.ranks.follower import Place
 from services.executor.ranks.leader import LeadingExecutor
-from services.executor.ranks.peers import Peers
+from services.executor.ranks.peers import ChildPeers
 from tests.executor.mini_scheduler import GREEDY, MiniScheduler, Request, RunStream, column, read, serve
 from tests.executor.ranks import RankThread, ranks
 from tests.support.checkpoints import check_same_ids, check_scores, reference_ids, tiny_llama
@@ -165,7 +165,8 @@ async def test_the_pool_is_what_every_rank_has_room_for(tmp_path: Path) -> None:
     async with serve(path, make=ranks(2), kv_memory_bytes=10 * 8192 + 100) as rig:
         loaded = await rig.load()
         assert loaded.kv_groups[0].block_bytes == 8192 and loaded.kv_bytes // 8192 == 10
-        with pytest.raises(grpc.aio.AioRpcError, match="10 fit"):
+        by_rank = "by 2 ranks a block takes 8192, 4096 bytes, 12288 in all, and 82020, 82020 are there for KV"
+        with pytest.raises(grpc.aio.AioRpcError, match=f"10 fit .* of rank 0; {by_rank}"):
             await rig.allocate(11)
         await rig.allocate(10)
         await rig.allocate(10)
@@ -181,8 +182,20 @@ async def test_memory_that_is_left_is_divided_by_the_ranks(tiny: Path, monkeypat
         assert (await rig.load()).kv_bytes == (64 << 20) * memory.KV_SHARE / 2
 
 
-def peers(path: Path, start: Callable[..., Any] = RankThread, timeout_s: float = 60.0) -> Peers:
-    return Peers(path, size=2, threads=1, timeout_s=timeout_s, start=start)
+async def test_more_kv_memory_than_is_left_is_refused_with_every_ranks_figures(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 64 << 20)
+    asked = (32 << 20) + 1
+    async with serve(tiny, make=ranks(2), kv_memory_bytes=asked) as rig:
+        code, details = await refusal(rig.load())
+        assert code == grpc.StatusCode.FAILED_PRECONDITION
+        assert f"--kv-memory-bytes is {asked} for each of 2 ranks, {2 * asked} in all" in details
+        assert f"{64 << 20} bytes are left after the weights, {32 << 20} of them a rank's" in details
+
+
+def peers(path: Path, start: Callable[..., Any] = RankThread, timeout_s: float = 60.0) -> ChildPeers:
+    return ChildPeers(path, size=2, threads=1, timeout_s=timeout_s, start=start)
 
 
 async def refusal(call: Any) -> tuple[grpc.StatusCode, str]:

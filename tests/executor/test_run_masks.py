@@ -155,7 +155,8 @@ async def test_a_mask_that_allows_nothing_more_fails_its_row_alone(tiny: Path) -
         plan = starts(0, 1)
         plan["started"] = [started(0, block_ids=[column(1)], sampling=bans), started(1, block_ids=[column(2)])]
         result = await run.step(**plan)
-        assert [row.slot for row in result.failed] == [0] and read(result.token_ids) == [40]
+        assert [(row.slot, row.kind) for row in result.failed] == [(0, pb.FAULT_KIND_NO_ID_LEFT)]
+        assert read(result.token_ids) == [40]
         # The failed row's masks still come, and nobody minds; its neighbour goes on.
         await run.send(slots=column(0, 1), masked_slots=column(0, 1), computed_tokens=6)
         await send(run, 2, pb.Mask(slot=1, allowed_ids=column(50)), pb.Mask(slot=0, allowed_ids=column(51)))

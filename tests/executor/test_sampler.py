@@ -260,7 +260,7 @@ def test_a_row_whose_ids_are_all_banned_fails_alone(temperature: float) -> None:
         row(replace(params, min_tokens=1, stop_ids=(0, 1, 2))),
     ]
     sampled = sample(torch.zeros(3, 3), rows)
-    assert sampled.failed.tolist() == [True, False, True]
+    assert sampled.failed.tolist() == sampled.idless.tolist() == [True, False, True]
     assert bits(sampled, 1) == bits(sample(torch.zeros(1, 3), rows[1:2]), 0)
 
 

@@ -9,7 +9,7 @@ import pytest
 from services.common.digests import chained_digest, prompt_digests
 from services.scheduler.core import scheduler
 from services.scheduler.core.kv_events import Cleared, Removed, Stored
-from services.scheduler.core.request import RequestKey
+from services.scheduler.core.request import FailureKind, RequestKey
 from tests.support.core_driver import CoreDriver
 
 BLOCK = 4
@@ -165,6 +165,19 @@ def test_a_request_that_fails_takes_back_what_its_earlier_chunks_stored() -> Non
     key = driver.submit(list(range(9)), max_tokens=1)
     driver.run()
     assert cached_tokens(driver, key) == 0
+
+
+def test_a_request_that_no_id_is_left_for_says_so_and_what_it_stored_is_good() -> None:
+    driver = roomy(max_step_tokens=8)
+    key = driver.submit(list(range(9)), max_tokens=1)
+    driver.idless.add(key)
+    driver.run()
+    failure = driver.seen[key].failure
+    assert failure is not None and failure.kind is FailureKind.NO_ID_LEFT
+    assert driver.core.cached_blocks == 2
+    key = driver.submit(list(range(9)), max_tokens=1)
+    driver.run()
+    assert cached_tokens(driver, key) == 8
 
 
 def test_a_request_that_fails_when_it_was_preempted_already_takes_it_back_too() -> None:

@@ -21,7 +21,7 @@ from services.common.server import MAX_MESSAGE_BYTES
 from services.scheduler.config import MAX_SCORES_BYTES, SchedulerConfig
 from services.scheduler.core.request import FailureKind, FinishReason
 from services.scheduler.core.step import ResultError, Scores, StepResult
-from services.scheduler.outbox import Outbox
+from services.scheduler.outbox import Outbox, pending_limit_bytes
 from services.scheduler.outputs import Outputs, cut, encode, merge
 from services.scheduler.plan_codec import decode_result, encode_plan
 from tests.support.attached import Frontend, bench, finished
@@ -215,6 +215,33 @@ async def test_a_row_that_fails_is_told_no_further_position(model: Path) -> None
         told = await b.frontend.run([5] * 20, prompt_logprobs=0, seed=7)
         assert told.code is grpc.StatusCode.INTERNAL and len(told.scores) == 16  # of two chunks
         assert len((await b.frontend.run([5] * 20, prompt_logprobs=0)).scores) == 19
+
+
+async def test_a_row_that_no_id_is_left_for_is_its_callers_to_mend(model: Path) -> None:
+    stub = StubExecutor(faults=Faults(idless_rows=frozenset({(7, 1)})))
+    async with bench(model, stub=stub) as b:
+        told = await b.frontend.run([5] * 20, seed=7)
+        assert told.code is grpc.StatusCode.INVALID_ARGUMENT and told.failed is not None
+        assert told.failed.reason == "NO_ID_LEFT" and "leave no id that may come next" in told.failed.message
+        assert len(told.ids) == 1
+
+
+async def test_prompt_logprobs_of_two_large_steps_may_wait(model: Path) -> None:
+    """8,192 positions with 100 alternatives each are 6.6 MB a step; what waits is told as it is taken."""
+    config = SchedulerConfig(model=str(model), max_num_batched_tokens=8192, max_logprobs=100)
+    assert config.most_scores_bytes > 6_000_000
+    outbox = Outbox(pending_limit_bytes(config.most_scores_bytes))
+    for step in range(2):
+        top = np.zeros((8192, 100))
+        step_scores = Scores(1 + 8192 * step, *np.zeros((2, 8192), np.float32), top, top)
+        outbox.put_outputs(Outputs(step, scores=[(1, step_scores)]))
+    outbox.put_outputs(Outputs(2, [1], [1], [5]))
+    told = 0
+    while told < 2 * 8192:
+        message = await outbox.take()
+        assert message is not None and message.ByteSize() < 1 << 20
+        told += sum(len(one.logprobs.logprobs) // 4 for one in message.outputs.prompt_logprobs)
+    assert message.outputs.token_ids
 
 
 async def test_a_slow_frontend_gets_every_position_in_messages_of_bounded_size(tmp_path: Path, model: Path) -> None:

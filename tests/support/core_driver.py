@@ -16,7 +16,7 @@ from services.common.philox import derived_seed
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import Failure, RequestKey, Submission
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.core.step import Finished, Scores, Started, StepPlan, StepResult, Updates
+from services.scheduler.core.step import NO_ID_LEFT, Finished, Scores, Started, StepPlan, StepResult, Updates
 from services.scheduler.plan_codec import encode_plan
 
 MS = 1_000_000
@@ -61,6 +61,7 @@ class CoreDriver:
         self.now_ns = MS
         self.bad_ids: dict[RequestKey, int] = {}  # told in place of the next id
         self.failing: set[RequestKey] = set()  # whose next sampling row fails
+        self.idless: set[RequestKey] = set()  # for whose next sampling row no id is left
         self._results: deque[StepResult] = deque()
         self._slot_keys: dict[int, RequestKey] = {}
         self._next_id = 1
@@ -244,10 +245,10 @@ class CoreDriver:
                 )
             if not row.samples:
                 counts.append(0)
-            elif key in self.failing or row.slot.failed:
+            elif key in self.failing | self.idless or row.slot.failed:
                 self.failing.discard(key)
                 row.slot.fail()
-                failed[row.number] = "BAD_LOGITS"
+                failed[row.number] = NO_ID_LEFT if key in self.idless else "BAD_LOGITS"
                 scores.pop(row.number, None)
                 counts.append(0)
             else:

@@ -2,8 +2,10 @@
 
 After Shoeybi et al. 2019, "Megatron-LM", section 3: attention is divided by heads, an MLP by its inner width, each
 with outputs divided on the way in ("colwise") and inputs on the way out ("rowwise"), whose partial sums are added over
-the ranks; the output layer is divided by vocabulary. A block of layers is divided as a whole or not at all: one whose
-plan names anything else is held whole by every rank, and so are experts, norms and the embedding.
+the ranks; experts are divided each by its own inner width, so that every rank computes a part of whichever is chosen.
+Embedding and output layer are divided by vocabulary: a token's embedding is zero on all ranks but the one that has it,
+and their sum is it, to the bit. A block of layers is divided as a whole or not at all: one whose plan names anything
+else is held whole by every rank, and so are norms and routers.
 """
 
 from __future__ import annotations
@@ -17,10 +19,13 @@ from transformers import PreTrainedModel
 
 from kernels.cpu import tile
 from services.common.errors import StartError
+from services.executor import packing
 from services.executor.architecture import Architecture
 
-_COLWISE, _ROWWISE, _HEAD = "colwise", "rowwise", "colwise_gather_output"
-_EXPERTS = "moe_"
+_COLWISE, _ROWWISE, _HEAD, _EMBEDDING = "colwise", "rowwise", "colwise_gather_output", "embedding_rowwise"
+_EXPERTS, _EXPERTS_IN = "moe_tp_experts", "packed_colwise"
+_OTHER_EXPERTS = "moe_"
+_EXPERT_PARTS = {"gate_up_proj", "down_proj"}
 
 
 @dataclass(frozen=True)
@@ -31,16 +36,37 @@ class Shard:
     size: int
     available_bytes: int
     """Memory that this rank may take: its share of what is free before any rank has begun to load."""
+    own_files: bool = False
+    """Whether its files may be others than rank 0's, so that it hashes them too."""
+
+    @property
+    def hashes(self) -> bool:
+        """Whether this rank hashes the files it reads of."""
+        return self.rank == 0 or self.own_files
 
 
 @dataclass(frozen=True)
 class Part:
-    """Indices [begin, end) of dimension `dim`, in a tensor that is `whole` there."""
+    """Indices [begin, end) of dimension `dim`, in a tensor that is `whole` there.
+
+    A tensor of several `blocks` has so many of that width one after the other, and the part is of each of them.
+    """
 
     dim: int
     begin: int
     end: int
     whole: int
+    blocks: int = 1
+
+    @property
+    def width(self) -> int:
+        """Of the part in all blocks."""
+        return self.blocks * (self.end - self.begin)
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """First and past the last index of each block's part."""
+        return tuple((block * self.whole + self.begin, block * self.whole + self.end) for block in range(self.blocks))
 
 
 @dataclass(frozen=True)
@@ -63,6 +89,10 @@ class Division:
     """Linear layers whose outputs are terms of a sum over the ranks."""
     gathered: Gathered | None
     """The output layer, divided by vocabulary; None: it is whole."""
+    embedding: str
+    """The input embedding, divided by vocabulary; empty: it is whole."""
+    experts: tuple[str, ...]
+    """Modules of experts, whose outputs are terms of a sum too."""
     dropped: frozenset[str]
     """Tensors that rank 0 alone holds."""
     heads: int
@@ -79,17 +109,21 @@ def divide(model: PreTrainedModel, shape: Architecture, shard: Shard) -> Divisio
     """Raises StartError where nothing of the model can be divided over so many ranks."""
     work = _Work(model, shape, shard)
     work.divide_blocks()
+    work.divide_experts()
     if not work.summed:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in work.whole.items()) or "transformers has no plan"
         raise StartError(
             f"{type(model).__name__} cannot be divided over {shard.size} ranks ({reasons}); serve it with --tp-size 1"
         )
+    gathered = work.divide_head()
     query, key_value = work.heads_held or (range(shape.heads), range(shape.kv_heads))
     return Division(
         shard=shard,
         parts=work.parts,
         summed=tuple(work.summed),
-        gathered=work.divide_head(),
+        gathered=gathered,
+        embedding=work.divide_embedding(head_is_divided=gathered is not None),
+        experts=tuple(work.experts),
         # Of a sum's bias there must be one.
         dropped=frozenset(name for name in work.summed_biases if shard.rank),
         heads=len(query),
@@ -104,7 +138,7 @@ def cut(model: PreTrainedModel, division: Division) -> None:
         module_name, _, parameter = name.rpartition(".")
         module = model.get_submodule(module_name)
         size = list(getattr(module, parameter).shape)
-        size[part.dim] = part.end - part.begin
+        size[part.dim] = part.width
         # A parameter of its own, also where it was tied to another.
         setattr(module, parameter, torch.nn.Parameter(torch.empty(size, dtype=model.dtype, device="meta")))
     for name in division.dropped:
@@ -147,6 +181,7 @@ class _Work:
     parts: dict[str, Part] = field(default_factory=dict)
     summed: list[str] = field(default_factory=list)
     summed_biases: list[str] = field(default_factory=list)
+    experts: list[str] = field(default_factory=list)
     whole: dict[str, str] = field(default_factory=dict)
     heads_held: tuple[range, range] | None = None
 
@@ -164,9 +199,29 @@ class _Work:
                 reason = self._divide_mlp(layers)
             if reason:
                 self.whole.setdefault(_wildcard(name), reason)
-        for pattern, style in self._plan.items():
-            if style.startswith(_EXPERTS):
-                self.whole.setdefault(pattern, "experts are not divided yet")
+
+    def divide_experts(self) -> None:
+        """Where all experts of a layer lie in two tensors: gate and up, and down."""
+        for name, module in self.model.named_modules():
+            style = self._plan.get(_wildcard(name), "")
+            if style.startswith(_OTHER_EXPERTS) and (reason := self._divide_layer_of_experts(name, module, style)):
+                self.whole.setdefault(_wildcard(name), reason)
+
+    def divide_embedding(self, *, head_is_divided: bool) -> str:
+        """The input embedding's name, where it is divided; one that is also the output layer only as that is."""
+        embedding = self.model.get_input_embeddings()
+        name: str = next(name for name, module in self.model.named_modules() if module is embedding)
+        tied = self.model.config.tie_word_embeddings
+        lanes = self._lanes(embedding.num_embeddings)
+        if self._plan.get(name) != _EMBEDDING or lanes is None or (tied and not head_is_divided):
+            self.whole.setdefault(name, "as the output layer" if tied else "the vocabulary is not divided")
+            return ""
+        if not packing.gathers(embedding):
+            self.whole.setdefault(name, f"a {type(embedding).__name__} does more than gather")
+            return ""
+        held = lanes[self.shard.rank]
+        self.parts[f"{name}.weight"] = Part(0, held.start, held.stop, embedding.num_embeddings)
+        return name
 
     def divide_head(self) -> Gathered | None:
         """The output layer, where it is divided."""
@@ -184,6 +239,24 @@ class _Work:
             layers = {f"{name}.{child}": layer for child, layer in module.named_children() if _is_linear(layer)}
             if name and any(_wildcard(layer) in self._plan for layer in layers):
                 yield name, layers
+
+    def _divide_layer_of_experts(self, name: str, module: torch.nn.Module, style: str) -> str:
+        """Empty, or why not."""
+        tensors = dict(module.named_parameters())
+        styles = [self._plan.get(_wildcard(f"{name}.{part}"), "none") for part in sorted(tensors)]
+        if tensors.keys() != _EXPERT_PARTS or style != _EXPERTS or styles != [_ROWWISE, _EXPERTS_IN]:
+            return f"style {style} with {', '.join(sorted(tensors))} as {', '.join(styles)}"
+        into, out = tensors["gate_up_proj"].shape, tensors["down_proj"].shape
+        width = out[2]
+        if into != (out[0], 2 * width, out[1]):
+            return f"their tensors are {list(into)} and {list(out)}"
+        if (lanes := self._lanes(width)) is None:
+            return f"their width is {width}"
+        held = lanes[self.shard.rank]
+        self.parts[f"{name}.gate_up_proj"] = Part(1, held.start, held.stop, width, blocks=2)
+        self.parts[f"{name}.down_proj"] = Part(2, held.start, held.stop, width)
+        self.experts.append(name)
+        return ""
 
     def _unlike(self, layers: Mapping[str, torch.nn.Linear]) -> str:
         """Why layers are not the way in and the way out of one block; empty where they are."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import torch
 from triptych.executor.v1 import executor_pb2 as pb
 
 from services.common.errors import StartError
-from services.executor import loader, wire
+from services.executor import loader, memory, wire
 from services.executor.batch import ScoredSpan
 from services.executor.executor import Executor
 from services.executor.logprobs import Logprobs
@@ -22,7 +22,7 @@ from services.executor.plan import BadPlanError, Settings
 from services.executor.ranks import layers
 from services.executor.ranks.division import Shard
 from services.executor.ranks.group import Group
-from services.executor.ranks.messages import AbandonedError, Channel, Kind, to_column
+from services.executor.ranks.messages import AbandonedError, Channel, EndedError, Kind, to_column
 from services.executor.sampler import Masks, Sampled, Sampler
 from services.executor.sampling_columns import SampleRows
 from services.executor.scorer import Head, Scored, pieces
@@ -40,34 +40,55 @@ class Place:
     threads: int
     timeout_s: float
     rendezvous_fd: int
+    """Of ranks that rank 0 has started; -1 for one with a connection of its own."""
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Apart:
+    """What a rank has of its own that was started elsewhere: files, memory, and how it connects with the others."""
+
+    connect: Callable[[], Group]
+    kv_memory_bytes: int | None
+
+
+class LeftError(Exception):
+    """Rank 0 is gone, or has given the group up: why, for people."""
 
 
 class Follower:
-    """Serves one `Channel` to rank 0 until that closes it."""
+    """Serves one `Channel` to rank 0 until that ends."""
 
-    def __init__(self, place: Place, channel: Channel) -> None:
+    def __init__(self, place: Place, channel: Channel, apart: Apart | None = None) -> None:
         self._place = place
         self._channel = channel
+        self._apart = apart
         self._group: Group | None = None
         self._available_bytes = 0
         self._executor = self._fresh()
 
     def run(self) -> None:
-        """Returns when rank 0 is gone. Raises what it cannot go on from, after it has told rank 0."""
+        """Returns when rank 0 ends in order. Raises LeftError when it ends otherwise, and what this rank cannot go on
+        from, after it has told rank 0."""
         try:
             self._channel.send(Kind.READY)
             while True:
                 self._do(*self._channel.receive())
-        except (EOFError, ConnectionError):
-            return
+        except EndedError as error:
+            if str(error):
+                raise LeftError(str(error)) from error
+        except (EOFError, ConnectionError, TimeoutError) as error:
+            raise LeftError("rank 0 has ended, or cannot be reached any more") from error
         except BaseException as error:
-            self._channel.send(Kind.BROKEN, f"{type(error).__name__}: {error}".encode())
+            with contextlib.suppress(OSError):
+                self._channel.send(Kind.BROKEN, f"{type(error).__name__}: {error}".encode())
             raise
 
     def _fresh(self) -> Executor:
         return Executor(
             Path(self._place.path),
             threads=self._place.threads,
+            kv_memory_bytes=None if self._apart is None else self._apart.kv_memory_bytes,
             load=self._load_shard,
             sampler=lambda vocab_size: _Told(vocab_size, self._channel),
             scorer=self._score,
@@ -81,7 +102,8 @@ class Follower:
             self._channel.send(Kind.DONE)
         elif kind == Kind.ALLOCATE:
             blocks = json.loads(body)
-            self._executor.grant_kv(blocks["kv_bytes"])
+            if self._apart is None:
+                self._executor.grant_kv(blocks["kv_bytes"])
             self._executor.allocate(blocks["num_blocks"])
             self._channel.send(Kind.DONE)
         elif kind == Kind.PLAN:
@@ -92,14 +114,15 @@ class Follower:
             pass  # it was bad here too
         elif kind == Kind.RESET:
             self._executor.reset()
+        elif kind == Kind.END:
+            raise EndedError(body.decode(errors="replace"))
         else:
             raise RuntimeError(f"{kind.name} came between steps: the ranks are out of step")
 
     def _load(self, settings: dict[str, int], dtype: str, kv_dtype: str, available_bytes: int) -> None:
-        place = self._place
         if self._group is None:
-            self._group = Group(place.rendezvous_fd, place.rank, place.size, place.timeout_s)
-        self._available_bytes = available_bytes
+            self._group = self._connect()
+        self._available_bytes = available_bytes if self._apart is None else memory.available_bytes()
 
         def report(progress: loader.Progress) -> None:
             self._channel.send_json(Kind.PROGRESS, **asdict(progress))
@@ -111,12 +134,19 @@ class Follower:
         except StartError as error:
             self._channel.send(Kind.REFUSED, str(error).encode())
         else:
-            self._channel.send_json(Kind.LOADED, block_bytes=facts.block_bytes)
+            own = {"kv_bytes": facts.kv_bytes, "weights_hash": facts.weights_hash} if self._apart else {}
+            self._channel.send_json(Kind.LOADED, block_bytes=facts.block_bytes, **own)
+
+    def _connect(self) -> Group:
+        if self._apart is not None:
+            return self._apart.connect()
+        place = self._place
+        return Group.of_children(place.rendezvous_fd, place.rank, place.size, place.timeout_s, place.device)
 
     def _load_shard(
         self, path: Path, dtype: torch.dtype, report: loader.Report, expected_hash: str
     ) -> loader.Checkpoint:
-        shard = Shard(self._place.rank, self._place.size, self._available_bytes)
+        shard = Shard(self._place.rank, self._place.size, self._available_bytes, own_files=self._apart is not None)
         return load_connected(path, dtype, report, expected_hash, shard, self._group)
 
     def _score(self, spans: Sequence[ScoredSpan], hidden: torch.Tensor, head: Head, vocab_size: int) -> Scored:
@@ -149,4 +179,5 @@ class _Told(Sampler):
         drawn = to_column(self._channel.expect(Kind.DRAWN))
         if len(drawn) != len(rows):
             raise RuntimeError(f"rank 0 drew for {len(drawn)} rows, here are {len(rows)}: the ranks are out of step")
-        return Sampled(drawn, drawn < 0, np.zeros(0, np.int64), Logprobs.none())
+        failed = drawn < 0  # why is rank 0's to tell
+        return Sampled(drawn, failed, np.zeros(0, np.int64), Logprobs.none(), np.zeros_like(failed))

@@ -1,11 +1,13 @@
-"""The ranks' collectives: torch.distributed's gloo, over sockets on loopback.
+"""The ranks' collectives: torch.distributed's process group of their device, over sockets on addresses that are named.
 
-Ranks find one another in a memory file that rank 0 hands to its children: there is no address to listen on for that,
-nothing of it lies on a disk, and it is gone with the last process that holds it.
+Ranks that rank 0 starts find one another in a memory file that it hands to its children: there is no address to listen
+on for that, nothing of it lies on a disk, and it is gone with the last process that holds it. Ranks that were started
+elsewhere meet at a store that rank 0 listens for (joining.py).
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -13,30 +15,41 @@ from typing import Any
 import torch
 import torch.distributed
 
+from services.common.errors import StartError
+from services.executor.ranks.interfaces import interface_of
+
 _c10d: Any = torch.distributed  # its stubs lack what is used here
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+"""What carries sums between ranks, by the device that holds the weights."""
 
 
 class Group:
     """One rank's end. Every rank must call the same collectives in the same order, from one thread."""
 
-    def __init__(self, rendezvous_fd: int, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, timeout_s: float, *, address: str = LOOPBACK, device: str = "cpu"
+    ) -> None:
         """Connects with all other ranks; `timeout_s` is what this and every collective may take.
 
-        `rendezvous_fd` is a memory file, the same for all ranks. Raises RuntimeError where a rank does not come.
+        `store` is a torch.distributed store that all ranks share, `address` the IP address of this machine that the
+        others reach it by and the only one it listens on, `device` a key of BACKENDS. Raises RuntimeError where a rank
+        does not come, StartError for a device whose backend this torch lacks.
         """
         self.rank = rank
         self.size = size
-        store = _c10d.FileStore(f"/proc/self/fd/{rendezvous_fd}", size)
-        options = _c10d.ProcessGroupGloo._Options()
-        options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
-        options._timeout = timedelta(seconds=timeout_s)
-        self._gloo = _c10d.ProcessGroupGloo(store, rank, size, options)
         self._timeout = timedelta(seconds=timeout_s)
+        self._processes = _PROCESS_GROUPS[backend(device)](store, rank, size, self._timeout, address)
+
+    @classmethod
+    def of_children(cls, rendezvous_fd: int, rank: int, size: int, timeout_s: float, device: str = "cpu") -> Group:
+        """On one machine, over loopback; `rendezvous_fd` is a memory file, the same for all ranks."""
+        return cls(_c10d.FileStore(f"/proc/self/fd/{rendezvous_fd}", size), rank, size, timeout_s, device=device)
 
     def add(self, x: torch.Tensor) -> None:
         """Makes `x`, contiguous, the sum over the ranks, in place. Raises RuntimeError when a rank is lost or late."""
-        self._gloo.allreduce([x]).wait(self._timeout)
+        self._processes.allreduce([x]).wait(self._timeout)
 
     def gather(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
         """x [..., widths[rank]], contiguous -> [..., sum of widths] on rank 0, the ranks' side by side; elsewhere `x`.
@@ -44,10 +57,37 @@ class Group:
         Raises RuntimeError when a rank is lost or late.
         """
         if self.rank:
-            self._gloo.send([x], 0, 0).wait(self._timeout)
+            self._processes.send([x], 0, 0).wait(self._timeout)
             return x
-        parts = [x, *(torch.empty(*x.shape[:-1], width) for width in widths[1:])]
-        waits = [self._gloo.recv([part], rank, 0) for rank, part in enumerate(parts) if rank]
+        parts = [x, *(torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device) for width in widths[1:])]
+        waits = [self._processes.recv([part], rank, 0) for rank, part in enumerate(parts) if rank]
         for wait in waits:
             wait.wait(self._timeout)
         return torch.cat(parts, dim=-1)
+
+
+def backend(device: str) -> str:
+    """Name of the collectives' backend for tensors on `device`. Raises StartError where there is none."""
+    if device not in BACKENDS:
+        raise StartError(f"ranks on device {device!r} are not served; served are {', '.join(BACKENDS)}")
+    return BACKENDS[device]
+
+
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta, address: str) -> Any:
+    options = _c10d.ProcessGroupGloo._Options()
+    options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = timeout
+    return _c10d.ProcessGroupGloo(store, rank, size, options)
+
+
+def _nccl(store: Any, rank: int, size: int, timeout: timedelta, address: str) -> Any:
+    if not hasattr(_c10d, "ProcessGroupNCCL"):
+        raise StartError("ranks on device 'cuda' need NCCL, which this torch is built without; install torch for CUDA")
+    # NCCL is told no address but the interface that has it; an operator's own choice stands.
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface_of(address)}")
+    options = _c10d.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return _c10d.ProcessGroupNCCL(store, rank, size, options)
+
+
+_PROCESS_GROUPS = {"gloo": _gloo, "nccl": _nccl}

@@ -1,4 +1,4 @@
-"""Linear layers that are one with those of the other ranks: their outputs are added, or put side by side."""
+"""Layers that are one with those of the other ranks: their outputs are added, or put side by side."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ import torch
 from transformers import PreTrainedModel
 
 from kernels.cpu import linear, tile
-from services.executor.packing import PackedLinear
+from services.executor.packing import PackedEmbedding, PackedLinear
 from services.executor.ranks.division import Division, Part
 from services.executor.ranks.group import Group
 
 
-class RankLinear(PackedLinear):
+class RankPart(torch.nn.Module):
     """A rank's part. Alone it computes its own part; after `connect`, all ranks must call it together."""
 
     group: Group | None = None
+
+
+class RankLinear(RankPart, PackedLinear):
+    """Of a linear layer."""
 
 
 class SummedLinear(RankLinear):
@@ -43,6 +47,38 @@ class GatheredLinear(RankLinear):
         return out if self.group is None else self.group.gather(out, self.widths)
 
 
+class SummedExperts(RankPart):
+    """Experts of which each has some of its inner width, and so a term of each output."""
+
+    def __init__(self, experts: torch.nn.Module) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """As the experts'; [tokens, hidden] is the same on all ranks, to the bit."""
+        out: torch.Tensor = self.experts(*inputs).contiguous()
+        if self.group is not None:
+            self.group.add(out)
+        return out
+
+
+class RankEmbedding(RankPart, PackedEmbedding):
+    """Has the embeddings of the ids in `held`; of others, `count` in all, it makes zeros, and the sum is theirs."""
+
+    held = range(0)
+    count = 0
+
+    def gather(self, ids: npt.NDArray[np.int64], out: npt.NDArray[np.float32]) -> None:
+        """As PackedEmbedding's, of all ids that there are."""
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self.count:
+            raise IndexError(f"ids {ids.min()} to {ids.max()} are asked for, there are {self.count}")
+        mine = (ids >= self.held.start) & (ids < self.held.stop)
+        super().gather(np.where(mine, ids - self.held.start, 0), out)
+        out[~mine] = 0
+        if self.group is not None:
+            self.group.add(torch.from_numpy(out))
+
+
 _L = TypeVar("_L", bound=RankLinear)
 
 
@@ -52,12 +88,17 @@ def install(model: PreTrainedModel, division: Division) -> None:
         _replace(model, name, SummedLinear)
     if division.gathered is not None:
         _replace(model, division.gathered.name, GatheredLinear).widths = division.gathered.widths
+    for name in division.experts:
+        model.set_submodule(name, SummedExperts(model.get_submodule(name)))
+    if division.embedding:
+        _replace_embedding(model, division.embedding, division.parts[f"{division.embedding}.weight"])
 
 
 def connect(model: PreTrainedModel, division: Division, group: Group) -> None:
     """Joins the layers with those of the other ranks. Raises RuntimeError where one is not in its place any more."""
-    layers = [module for module in model.modules() if isinstance(module, RankLinear)]
-    if len(layers) != (expected := len(division.summed) + (division.gathered is not None)):
+    layers = [module for module in model.modules() if isinstance(module, RankPart)]
+    expected = len(division.summed) + len(division.experts) + (division.gathered is not None) + bool(division.embedding)
+    if len(layers) != expected:
         raise RuntimeError(f"the model has {len(layers)} layers to connect, its division names {expected}")
     for layer in layers:
         layer.group = group
@@ -76,3 +117,12 @@ def _replace(model: PreTrainedModel, name: str, kind: type[_L]) -> _L:
     layer = kind(packed.weights, packed.bias)
     model.set_submodule(name, layer)
     return layer
+
+
+def _replace_embedding(model: PreTrainedModel, name: str, part: Part) -> None:
+    packed = model.get_submodule(name)
+    if not isinstance(packed, PackedEmbedding):
+        raise RuntimeError(f"{name} is divided, but not packed")
+    layer = RankEmbedding(packed.weights, packed.scale)
+    layer.held, layer.count = range(part.begin, part.end), part.whole
+    model.set_submodule(name, layer)

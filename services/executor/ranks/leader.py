@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
@@ -54,7 +54,8 @@ class LeadingExecutor(Executor):
         self._asked_kv_bytes = kv_memory_bytes
         self._group: Group | None = None
         self._available_bytes = 0
-        self._share_bytes = 0
+        self._block_bytes: Sequence[int] = ()  # by rank
+        self._kv_bytes: Sequence[int] = ()  # by rank
 
     @property
     def lost(self) -> Future[str]:
@@ -72,6 +73,19 @@ class LeadingExecutor(Executor):
     ) -> Facts:
         """As Executor's, by all ranks at once. What one of them refuses is refused, and none holds anything then."""
         return self._together(lambda: self._load_all(settings, dtype, weights_hash, report, kv_dtype or dtype))
+
+    def must_allocate(self, num_blocks: int) -> bool:
+        """As Executor's, whose figures are rank 0's; an error has every rank's."""
+        try:
+            return super().must_allocate(num_blocks)
+        except StartError as error:
+            if not self._block_bytes:
+                raise
+            block, kv = (", ".join(map(str, by_rank)) for by_rank in (self._block_bytes, self._kv_bytes))
+            raise StartError(
+                f"{error} of rank 0; by {self.tp_size} ranks a block takes {block} bytes, {sum(self._block_bytes)} in"
+                f" all, and {kv} are there for KV"
+            ) from error
 
     def allocate(self, num_blocks: int) -> None:
         """As Executor's."""
@@ -113,7 +127,7 @@ class LeadingExecutor(Executor):
         report: loader.Report,
         kv_dtype: torch.dtype,
     ) -> Facts:
-        self._available_bytes = memory.available_bytes() // self.tp_size
+        self._available_bytes = memory.available_bytes() // self._peers.here
         if self._group is None:
             self._peers.wait_ready()
         self._peers.tell_json(
@@ -124,7 +138,7 @@ class LeadingExecutor(Executor):
             available_bytes=self._available_bytes,
         )
         if self._group is None:
-            self._group = Group(self._peers.rendezvous_fd, 0, self.tp_size, self._peers.timeout_s)
+            self._group = self._peers.connect()
         progress = _Progress(report)
         self._peers.on_progress(progress.of_peer)
         refused: list[str] = []
@@ -135,9 +149,12 @@ class LeadingExecutor(Executor):
         answers = self._peers.answers()
         self._peers.on_progress(None)
         refused += [f"rank {rank}: {body.decode()}" for rank, kind, body in answers if kind == Kind.REFUSED]
+        loaded = {rank: json.loads(body) for rank, kind, body in answers if kind == Kind.LOADED}
+        if not refused:
+            refused += _other_weights(facts.weights_hash, loaded)
         if not refused:
             try:
-                return self._grant(facts, [json.loads(body)["block_bytes"] for _, _, body in answers])
+                return self._grant(facts, list(loaded.values()))
             except StartError as error:
                 refused.append(str(error))
         self.unload()
@@ -154,17 +171,25 @@ class LeadingExecutor(Executor):
             _tell(checkpoint.division)
         return checkpoint
 
-    def _grant(self, facts: Facts, peers_block_bytes: Sequence[int]) -> Facts:
-        """Now that every rank has its weights: the rest of the memory is divided evenly, and counted in blocks."""
-        share = memory.kv_budget_bytes(self._asked_kv_bytes, memory.available_bytes() // self.tp_size)
-        blocks = min(share // block_bytes for block_bytes in (facts.block_bytes, *peers_block_bytes))
-        self._share_bytes = share
-        log.info("loaded %s, weights %s, %d bytes for KV a rank", self._path, facts.weights_hash[:12], share)
+    def _grant(self, facts: Facts, loaded: Sequence[Mapping[str, Any]]) -> Facts:
+        """Now that every rank has its weights: the rest of the memory is divided evenly among those that share it, and
+        counted in blocks."""
+        here = self._peers.here
+        share = memory.kv_budget_bytes(self._asked_kv_bytes, memory.available_bytes() // here, here)
+        self._block_bytes = [facts.block_bytes, *(told["block_bytes"] for told in loaded)]
+        self._kv_bytes = [share, *(told.get("kv_bytes", share) for told in loaded)]
+        blocks = min(kv // block for kv, block in zip(self._kv_bytes, self._block_bytes, strict=True))
+        log.info(
+            "loaded %s, weights %s, bytes for KV by rank: %s",
+            self._path,
+            facts.weights_hash[:12],
+            ", ".join(map(str, self._kv_bytes)),
+        )
         # What rank 0 has room for more than another rank is nobody's.
         return self.grant_kv(min(share, (blocks + 1) * facts.block_bytes - 1))
 
     def _allocate_all(self, num_blocks: int) -> None:
-        self._peers.tell_json(Kind.ALLOCATE, num_blocks=num_blocks, kv_bytes=self._share_bytes)
+        self._peers.tell_json(Kind.ALLOCATE, num_blocks=num_blocks, kv_bytes=self._kv_bytes[0])
         super().allocate(num_blocks)
         self._peers.answers()
 
@@ -184,6 +209,16 @@ class LeadingExecutor(Executor):
         scored = score(spans, hidden, head, vocab_size)
         self._peers.tell_column(Kind.FAILED_SLOTS, np.array(scored.failed_slots, np.int64))
         return scored
+
+
+def _other_weights(weights_hash: str, loaded: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    """Of ranks with files of their own, which of them have others than rank 0."""
+    return [
+        f"rank {rank}: its weights hash to {told['weights_hash']}, those of rank 0 to {weights_hash}; give all ranks"
+        " the same checkpoint"
+        for rank, told in loaded.items()
+        if told.get("weights_hash", weights_hash) != weights_hash
+    ]
 
 
 class _RefusedError(StartError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import sys
@@ -10,7 +11,7 @@ from multiprocessing.connection import Connection
 
 from services.common import logs
 from services.common.dying import die_with
-from services.executor.ranks.follower import Follower, Place
+from services.executor.ranks.follower import Follower, LeftError, Place
 from services.executor.ranks.messages import Channel
 
 
@@ -24,7 +25,8 @@ def main(argv: Sequence[str]) -> int:
     place = Place(**json.loads(place_json))
     # It does what rank 0 says that it does: only what goes wrong here is worth a line.
     logs.setup(f"executor rank {place.rank}", "warning" if log_level == "info" else log_level)
-    Follower(place, Channel(Connection(int(channel_fd)))).run()
+    with contextlib.suppress(LeftError):
+        Follower(place, Channel(Connection(int(channel_fd)))).run()
     return 0
 
 

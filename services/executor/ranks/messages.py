@@ -1,4 +1,4 @@
-"""What rank 0 and a peer say to each other, over a pair of sockets that only the two of them hold.
+"""What rank 0 and a peer say to each other, over a pair of sockets that only the two of them hold, or over TCP.
 
 A message is a kind and its bytes: JSON, a StepPlan of the contract as it came, or columns. Nothing is pickled.
 """
@@ -37,21 +37,33 @@ class Kind(IntEnum):
     ABANDONED = 7
     """Rank 0 has begun the step and does not end it; an epoch ends with it."""
     RESET = 8
+    WELCOME = 9
+    """JSON: timeout_s, store_port. To a rank that was started elsewhere, once all of them have come."""
+    UNWELCOME = 10
+    """Text: why that rank cannot be one of the group. The last it is told."""
+    END = 11
+    """Text: why the group is over; empty where rank 0 ends in order. The last a peer is told."""
     # From a peer.
     READY = 16
     PROGRESS = 17
     """JSON: stage, done_bytes, total_bytes."""
     LOADED = 18
-    """JSON: block_bytes."""
+    """JSON: block_bytes; of a rank with files and memory of its own also kv_bytes and weights_hash."""
     DONE = 19
     REFUSED = 20
     """Text: why it cannot load."""
     BROKEN = 21
     """Text: an error nobody expected. The last of a peer."""
+    JOIN = 22
+    """JSON: a Hello. The first of a rank that was started elsewhere."""
 
 
 class AbandonedError(Exception):
     """Rank 0 does not end the step."""
+
+
+class EndedError(Exception):
+    """The group is over: why, for people; empty where rank 0 ends in order."""
 
 
 class Channel:
@@ -68,14 +80,20 @@ class Channel:
         """Raises OSError when the other end is gone."""
         self.send(kind, json.dumps(fields).encode())
 
-    def receive(self) -> tuple[Kind, bytes]:
-        """The next message, once it has come. Raises EOFError or OSError when the other end is gone."""
-        message = self._connection.recv_bytes()
+    def receive(self, max_bytes: int | None = None) -> tuple[Kind, bytes]:
+        """The next message, once it has come. Raises EOFError or OSError when the other end is gone, has not spoken in
+        time where its socket has a limit, or sends more than `max_bytes`; ValueError for what is no message."""
+        message = self._connection.recv_bytes(max_bytes)
+        if not message:
+            raise ValueError("an empty message")
         return Kind(message[0]), message[1:]
 
     def expect(self, kind: Kind) -> bytes:
-        """The next message, which is of this kind. Raises AbandonedError, or RuntimeError where it is of another."""
+        """The next message, which is of this kind. Raises AbandonedError, EndedError, or RuntimeError where it is of
+        another."""
         got, body = self.receive()
+        if got == Kind.END:
+            raise EndedError(body.decode(errors="replace"))
         if got == Kind.ABANDONED:
             raise AbandonedError
         if got != kind:

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from services.executor.plan import Int64s, RanksLostError
 from services.executor.ranks.follower import Place
+from services.executor.ranks.group import Group
 from services.executor.ranks.messages import Channel, Kind, of_column
 
 _START_S = 300.0
@@ -53,36 +54,22 @@ OnProgress = Callable[[int, dict[str, Any]], None]
 class Peers:
     """All ranks but 0. Of its methods, `close` may be called from anywhere, the others by one thread at a time."""
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        size: int,
-        threads: int,
-        timeout_s: float,
-        log_level: str = "info",
-        start: Start | None = None,
-    ) -> None:
-        """Starts them; they get ready by themselves. Call it from the main thread, which they must not outlive."""
+    def __init__(self, size: int, timeout_s: float, *, here: int, device: str) -> None:
+        """`here` of the `size` ranks, 0 included, share this machine's memory and CPUs; `device` chooses what carries
+        their sums (group.BACKENDS)."""
         self.size = size
         self.timeout_s = timeout_s
-        self.rendezvous_fd = os.memfd_create("triptych-rendezvous")
+        self.here = here
+        self.device = device
         self.lost: Future[str] = Future()
         """Done once the group is: why, for people."""
         self._loss = threading.Lock()
         self._closing = False
-        self._peers: list[_Peer] = []
-        for rank in range(1, size):
-            place = Place(str(path), rank, size, threads, timeout_s, self.rendezvous_fd)
-            ours, theirs = Pipe()
-            running = (start or start_process)(place, theirs, log_level)
-            theirs.close()
-            self._peers.append(_Peer(rank, Channel(ours), running, self._on_end))
+        self._peers: list[Peer] = []
 
-    @property
-    def pids(self) -> list[int]:
-        """Of the processes, by rank."""
-        return [peer.running.pid for peer in self._peers if isinstance(peer.running, subprocess.Popen)]
+    def connect(self) -> Group:
+        """Rank 0's end of the collectives, once the others connect too. Raises RuntimeError where one does not."""
+        raise NotImplementedError
 
     def tell(self, kind: Kind, body: bytes = b"") -> None:
         """Says the same to all. Raises RanksLostError."""
@@ -127,10 +114,17 @@ class Peers:
         return RanksLostError(self.lost.result())
 
     def close(self) -> None:
-        """Ends all; one that does not end by itself is killed."""
+        """Ends all, and tells them why."""
         self._closing = True
+        reason = self.lost.result() if self.lost.done() else ""
         for peer in self._peers:
+            with contextlib.suppress(OSError):
+                peer.channel.send(Kind.END, reason.encode())
             peer.channel.close()
+        self._wait_for_ends()
+
+    def _wait_for_ends(self) -> None:
+        """One that does not end by itself is killed."""
         for peer in self._peers:
             try:
                 peer.running.wait(_END_S)
@@ -141,7 +135,7 @@ class Peers:
                     peer.running.wait(_END_S)
             peer.thread.join(_END_S)
 
-    def _answer(self, peer: _Peer, timeout_s: float) -> tuple[Kind, bytes]:
+    def _answer(self, peer: Peer, timeout_s: float) -> tuple[Kind, bytes]:
         asked_at = time.monotonic()
         while (left_s := max(asked_at, peer.heard_at) + timeout_s - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
@@ -161,7 +155,41 @@ class Peers:
                 self.lost.set_result(reason)
 
 
-class _Peer:
+class ChildPeers(Peers):
+    """Processes that this one starts, on this machine."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        size: int,
+        threads: int,
+        timeout_s: float,
+        log_level: str = "info",
+        device: str = "cpu",
+        start: Start | None = None,
+    ) -> None:
+        """Starts them; they get ready by themselves. Call it from the main thread, which they must not outlive."""
+        super().__init__(size, timeout_s, here=size, device=device)
+        self._rendezvous_fd = os.memfd_create("triptych-rendezvous")
+        for rank in range(1, size):
+            place = Place(str(path), rank, size, threads, timeout_s, self._rendezvous_fd, device)
+            ours, theirs = Pipe()
+            running = (start or start_process)(place, theirs, log_level)
+            theirs.close()
+            self._peers.append(Peer(rank, Channel(ours), running, self._on_end))
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes, by rank."""
+        return [peer.running.pid for peer in self._peers if isinstance(peer.running, subprocess.Popen)]
+
+    def connect(self) -> Group:
+        """As Peers'."""
+        return Group.of_children(self._rendezvous_fd, 0, self.size, self.timeout_s, self.device)
+
+
+class Peer:
     """One of them, and the thread that listens to it."""
 
     def __init__(self, rank: int, channel: Channel, running: Running, on_end: Callable[[str], None]) -> None:

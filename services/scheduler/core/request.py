@@ -87,6 +87,7 @@ class FailureKind(Enum):
     DEADLINE = "deadline"
     BAD_TOKEN_ID = "bad token id"
     ROW_FAILED = "row failed"
+    NO_ID_LEFT = "no id left"
     EXECUTOR_LOST = "executor lost"
     DRAINING = "draining"
 

@@ -43,6 +43,7 @@ from services.scheduler.core.request import (
 )
 from services.scheduler.core.residents import ChainedDigest, Residents
 from services.scheduler.core.step import (
+    NO_ID_LEFT,
     Finished,
     InvariantError,
     ResultError,
@@ -270,6 +271,14 @@ class Scheduler:
         updates.failed.append(Failure(request.key, kind, message))
         self._end(request)
 
+    def _fail_row(self, request: Request, kind: str, updates: Updates) -> None:
+        if kind == NO_ID_LEFT:
+            message = "its grammar, bans and bias together leave no id that may come next; loosen one of them"
+            self._fail(request, FailureKind.NO_ID_LEFT, message, updates)
+            return
+        self._residents.distrust(request)
+        self._fail(request, FailureKind.ROW_FAILED, f"the executor could not compute it: {kind}", updates)
+
     def _end(self, request: Request) -> None:
         request.ended = True
         del self._requests[request.key]
@@ -442,9 +451,7 @@ class Scheduler:
                 self.counters.dropped_tokens += count * request.submission.is_counted
                 dropped.update(range(place, place + count))
             elif failed and slot in failed:
-                message = f"the executor could not compute it: {failed[slot]}"
-                self._residents.distrust(request)
-                self._fail(request, FailureKind.ROW_FAILED, message, updates)
+                self._fail_row(request, failed[slot], updates)
             else:
                 if request.slot == slot:  # else it was preempted, and this KV is gone
                     request.num_stored = stored = request.num_stored + computed

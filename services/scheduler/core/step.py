@@ -101,6 +101,10 @@ class Scores:
         return Scores(start, self.logprobs[span], self.ranks[span], self.top_ids[span], self.top_logprobs[span])
 
 
+NO_ID_LEFT = "NO_ID_LEFT"
+"""What the executor says of a row whose logits are good, while no id is left that it may draw."""
+
+
 @dataclass(frozen=True, eq=False)
 class StepResult:
     """The answer to a plan, in the order of its rows: ids sampled a row, all ids one after the other, rows that failed.
