@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from services.common.config import Address, ServiceConfig
 from services.frontend.request import Limits
+from services.frontend.template_processes import Budget
 
 
 class FrontendConfig(ServiceConfig):
@@ -25,10 +26,24 @@ class FrontendConfig(ServiceConfig):
     )
     max_message_bytes: int = Field(4 * 1024 * 1024, ge=4096, description="largest message of the public API, both ways")
     max_prompt_bytes: int = Field(
-        1024 * 1024, ge=1, description="UTF-8 bytes of a text prompt, or of all messages of a chat together"
+        1024 * 1024, ge=1, description="UTF-8 bytes of a text prompt, or of all that a chat holds"
     )
     max_messages: int = Field(2048, ge=1, description="messages a chat may have")
-    max_content_parts: int = Field(4096, ge=1, description="content parts of all messages of a chat together")
+    max_content_parts: int = Field(
+        4096, ge=1, description="content parts and tool calls of all messages of a chat together"
+    )
+    max_tools: int = Field(128, ge=0, description="tools a chat may have")
+    max_tool_schema_bytes: int = Field(64 * 1024, ge=2, description="UTF-8 bytes of the JSON Schema of one tool")
+    max_rendered_bytes: int = Field(
+        4 * 1024 * 1024, ge=1, description="UTF-8 bytes of what a chat template may make of a chat"
+    )
+    template_timeout_s: float = Field(5.0, gt=0, description="seconds that a chat template may take; then it is ended")
+    tool_call_format: Literal[
+        "auto", "none", "hermes", "llama3_json", "pythonic", "mistral", "mistral_v11", "deepseek_v3", "deepseek_v31"
+    ] = Field("auto", description="how the model writes tool calls; auto: what its chat template shows")
+    reasoning_format: Literal["auto", "none", "think", "mistral"] = Field(
+        "auto", description="how the model sets reasoning apart; auto: what its chat template shows"
+    )
     max_choices: int = Field(16, ge=1, description="choices a request may ask for; an engine may take fewer")
     max_logprobs: int = Field(
         20, ge=0, description="alternatives to each id that a request may ask for; an engine may take fewer"
@@ -62,6 +77,10 @@ class FrontendConfig(ServiceConfig):
             raise ValueError(f"must be below max_message_bytes, {message_bytes}, which holds the prompt")
         return prompt_bytes
 
+    def template_budget(self) -> Budget:
+        """Of rendering a chat."""
+        return Budget(time_s=self.template_timeout_s, text_bytes=self.max_rendered_bytes)
+
     def limits(self) -> Limits:
         """Of one request."""
         return Limits(
@@ -69,6 +88,8 @@ class FrontendConfig(ServiceConfig):
             prompt_bytes=self.max_prompt_bytes,
             messages=self.max_messages,
             content_parts=self.max_content_parts,
+            tools=self.max_tools,
+            tool_schema_bytes=self.max_tool_schema_bytes,
             choices=self.max_choices,
             logprobs=self.max_logprobs,
             scored_tokens=self.max_scored_tokens,

@@ -7,7 +7,8 @@ from dataclasses import replace
 from triptych.inference.v1 import inference_pb2
 
 from services.common.errors import invalid
-from services.frontend.door import read_messages
+from services.frontend.chat_door import read_chat
+from services.frontend.conversation import Conversation
 from services.frontend.request import EngineFacts, Job, Limits, Options
 from services.frontend.served_model import ServedModel
 from services.frontend.tokenizer import off_loop
@@ -34,9 +35,11 @@ class Intake:
         """A job for a conversation. Raises RequestError."""
         self._model.check_name(request.model)
         options = self._options(request.options, facts, path)
+        conversation = await self._conversation(request, path)
         field = f"{path}messages"
-        prompt_ids = await self._model.encode_chat(read_messages(request, field), field)
-        return await self._echoing(self._job(prompt_ids, options, facts, prompt_field=field, path=path))
+        prompt = await self._model.encode_chat(conversation, field)
+        job = self._job(prompt.ids, options, facts, prompt_field=field, path=path)
+        return await self._echoing(replace(job, formats=prompt.formats))
 
     async def tokenize(self, request: inference_pb2.TokenizeRequest) -> tuple[int, ...]:
         """The ids that Generate or Chat would make of the same input. Raises RequestError."""
@@ -48,10 +51,17 @@ class Intake:
             return await self._model.encode_text(request.text, add_special_tokens=_wants_special(request))
         if request.HasField("add_special_tokens"):
             raise invalid("add_special_tokens", "is for text; a chat has what its template writes")
-        if request.chat.HasField("options"):
-            raise invalid("chat.options", "is for a generation; it changes no ids of the prompt")
+        for name in ("options", "parallel_tool_calls"):
+            if request.chat.HasField(name):
+                raise invalid(f"chat.{name}", "is for a generation; it changes no ids of the prompt")
         self._model.check_name(request.chat.model)
-        return await self._model.encode_chat(read_messages(request.chat, "chat.messages"), "chat.messages")
+        conversation = await self._conversation(request.chat, "chat.")
+        return (await self._model.encode_chat(conversation, "chat.messages")).ids
+
+    async def _conversation(self, request: inference_pb2.ChatRequest, path: str) -> Conversation:
+        conversation = await off_loop(request.ByteSize(), lambda: read_chat(request, self._limits, path))
+        self._model.check_tools(conversation, path)
+        return conversation
 
     async def _prompt(
         self, request: inference_pb2.GenerateRequest, options: Options, facts: EngineFacts, path: str

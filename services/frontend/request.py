@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from services.frontend.output_reader import OutputFormats
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -40,6 +42,7 @@ class Options:
     sampling: Sampling
     seed: int
     n: int = 1
+    best_of: int | None = None
     max_tokens: int | None = None
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
@@ -54,6 +57,16 @@ class Options:
     priority: int = 0
     cache_salt: str = ""
     label: str = ""
+
+    @property
+    def num_choices(self) -> int:
+        """Those that are run."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def engine_logprobs(self) -> int | None:
+        """Alternatives to each id that the engine is asked for; choices that compete need their ids' own."""
+        return 0 if self.logprobs is None and self.best_of is not None else self.logprobs
 
 
 @dataclass(frozen=True)
@@ -73,7 +86,10 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class Job:
-    """A request that can be given to an engine. `max_tokens` is the effective one; `prompt_text` is for echo."""
+    """A request that can be given to an engine. `max_tokens` is the effective one; `prompt_text` is for echo.
+
+    `formats` say what is looked for in a chat's answer; None: its text is as it is.
+    """
 
     prompt_ids: tuple[int, ...]
     options: Options
@@ -81,6 +97,7 @@ class Job:
     eos_ids: frozenset[int]
     engine: EngineFacts
     prompt_text: str | None = None
+    formats: OutputFormats | None = None
 
     @property
     def asks_engine(self) -> bool:
@@ -102,6 +119,8 @@ class Limits:
     prompt_bytes: int
     messages: int
     content_parts: int
+    tools: int
+    tool_schema_bytes: int
     choices: int
     logprobs: int
     scored_tokens: int
@@ -124,6 +143,8 @@ class Limits:
             "max_prompt_bytes": self.prompt_bytes,
             "max_messages": self.messages,
             "max_content_parts": self.content_parts,
+            "max_tools": self.tools,
+            "max_tool_schema_bytes": self.tool_schema_bytes,
             "max_choices": min(self.choices, engine.max_choices),
             "max_logprobs": min(self.logprobs, engine.max_logprobs),
             "max_scored_tokens": self.scored_tokens,
@@ -142,7 +163,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Stopped:
-    """Why a choice ended: `reason` "stop" or "length", and what stopped it (at most one of the others)."""
+    """Why a choice ended, and what stopped it (at most one of the others).
+
+    `reason` is "stop", "length", or "tool_calls": a stop after at least one whole call.
+    """
 
     reason: str
     eos_token_id: int | None = None
@@ -160,6 +184,16 @@ class Logprob:
     """(id, logprob)"""
 
 
+@dataclass(frozen=True)
+class Called:
+    """What is new of a tool call: `id` and `name` come once, `arguments` (JSON) in pieces."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
 class Delta(NamedTuple):
     """What is new of a choice: text may lag behind ids; `logprobs` is as long as `token_ids`, or empty.
 
@@ -171,3 +205,5 @@ class Delta(NamedTuple):
     logprobs: tuple[Logprob, ...] = ()
     stopped: Stopped | None = None
     cumulative_logprob: float | None = None
+    reasoning: str = ""
+    calls: tuple[Called, ...] = ()

@@ -32,6 +32,9 @@ class Frontend:
             config.served_model_alias,
             revision=config.revision,
             offline=config.offline,
+            template_budget=config.template_budget(),
+            tool_call_format=config.tool_call_format,
+            reasoning_format=config.reasoning_format,
         )
         self.engine = EngineClient(config.engine, self.model.tokenizer_hash)
         self.calls = Calls()
@@ -54,6 +57,7 @@ class Frontend:
     async def run(self) -> None:
         """Serves until it is told to end."""
         try:
+            self.model.templates.warm()
             await self.server.run(self.drain, drain_s=self._config.drain_s)
         finally:
             await self._end()
@@ -78,6 +82,7 @@ class Frontend:
     async def _end(self) -> None:
         await self._stop_watching()
         await self.engine.close()
+        await self.model.templates.close()
 
     async def _stop_watching(self) -> None:
         if self._watch is not None:

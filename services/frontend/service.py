@@ -249,6 +249,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             defaults=responses.defaults(self._model.defaults),
             limits=self._limits.named(facts),
             has_chat_template=self._model.chat.has_template,
+            tool_call_format=self._model.tool_calls.name if self._model.tool_calls else "",
+            reasoning_format=self._model.reasoning.name if self._model.reasoning else "",
+            features=self._model.features,
         )
 
     def _vocab_size(self) -> int:
@@ -278,10 +281,10 @@ async def _submission(job: Job, tenant: str, context: Context) -> Submission:
         max_tokens=job.max_tokens,
         min_tokens=job.options.min_tokens,
         stop_ids=job.stop_ids,
-        logprobs=job.options.logprobs,
+        logprobs=job.options.engine_logprobs,
         arrived_unix_ns=time.time_ns(),
         timeout_ms=None if remaining_s is None else int(remaining_s * 1000),
-        num_choices=job.options.n if job.max_tokens else 1,  # a prompt is scored once
+        num_choices=job.options.num_choices if job.max_tokens else 1,  # a prompt is scored once
         prompt_logprobs=job.options.prompt_logprobs,
         priority=job.options.priority,
         tenant=tenant,

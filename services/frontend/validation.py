@@ -44,6 +44,7 @@ def read_options(
         sampling=sampling,
         seed=options.seed if options.HasField("seed") else draw_seed(),
         n=options.n if options.HasField("n") else 1,
+        best_of=_read_best_of(options, limits, max_choices, f"{path}.best_of"),
         max_tokens=options.max_tokens if options.HasField("max_tokens") else None,
         min_tokens=options.min_tokens,
         stop=_read_stops(options, limits, f"{path}.stop"),
@@ -205,6 +206,18 @@ def _check_counts(options: inference_pb2.Options, limits: Limits, path: str) -> 
     for name in ("logprobs", "prompt_logprobs"):
         if (wanted := getattr(options, name)) > limits.logprobs:
             raise invalid(f"{path}.{name}", f"is {wanted}, at most {limits.logprobs} are taken (max_logprobs)")
+
+
+def _read_best_of(options: inference_pb2.Options, limits: Limits, max_choices: int, path: str) -> int | None:
+    if not options.HasField("best_of"):
+        return None
+    n = options.n if options.HasField("n") else 1
+    if options.best_of < n:
+        raise invalid(path, f"is {options.best_of}, n is {n}; no more choices can be returned than are run")
+    if options.best_of > limits.choices:
+        raise invalid(path, f"is {options.best_of}, at most {limits.choices} are taken (max_choices)")
+    _check_engines(options.best_of, max_choices, path)
+    return options.best_of
 
 
 def _check_engines(wanted: int, limit: int, path: str) -> None:

@@ -19,6 +19,7 @@ from services.common import checkpoint
 from services.frontend import served_model
 from services.frontend.detokenizer import BROKEN
 from services.frontend.tokenizer import TextTokenizer
+from tests.frontend.conversations import ids_of as chat_ids
 from tests.frontend.harness import Served, fields_at_fault, message, reason, scripted, serving, text_checkpoint, user
 from tests.frontend.made_tokenizers import TEXT, WORD_STARTS, llama2_like
 from tests.support.calls import Answer, by_ids, by_text, chat, generate, greedy
@@ -309,20 +310,20 @@ def test_T9_ids_are_the_stock_ones_where_no_text_spells_a_control_token(smollm2:
         compared += 1
         shown = [{"role": role, "content": text} for role, text in conversation]
         expected = stock.apply_chat_template(shown, add_generation_prompt=True, return_dict=False)
-        assert list(ours.chat.encode(conversation, "messages")) == expected, conversation
+        assert list(chat_ids(ours.chat, conversation)) == expected, conversation
     assert compared > 250
 
 
 def test_T9_text_that_spells_a_control_token_stays_text(smollm2: Path) -> None:
     model = served_model.load(str(smollm2), None)
     backend = model.tokenizer.backend
-    plain = [i for i in model.chat.encode([("user", "a  b")], "messages") if i in CONTROL_IDS]
+    plain = [i for i in chat_ids(model.chat, [("user", "a  b")]) if i in CONTROL_IDS]
     for control in CONTROL_IDS:
         spelled = backend.id_to_token(control)
         for role in ("system", "user", "assistant"):
             others = [("user", "hi")] if role != "user" else []
-            ids = model.chat.encode([(role, f"a {spelled} b{spelled}"), *others], "messages")
-            made_by_template = model.chat.encode([(role, "a  b"), *others], "messages")
+            ids = chat_ids(model.chat, [(role, f"a {spelled} b{spelled}"), *others])
+            made_by_template = chat_ids(model.chat, [(role, "a  b"), *others])
             assert [i for i in ids if i in CONTROL_IDS] == [i for i in made_by_template if i in CONTROL_IDS]
             assert f"a {spelled} b{spelled}" in backend.decode(list(ids), skip_special_tokens=True)
     assert plain.count(1) == 3 and plain.count(2) == 2  # system, user and the opened assistant; two ended

@@ -28,6 +28,10 @@ class ReasoningFormat:
         """Whether a prompt's last words have opened the tag: the answer begins inside it."""
         return prompt.rstrip().endswith(self.open)
 
+    def is_left_open(self, answer: str) -> bool:
+        """Whether an answer so far has opened the tag and not closed it."""
+        return answer.rfind(self.open) > answer.rfind(self.close)
+
     def read(self, tape: Tape, *, inside: bool) -> Reading[None]:
         """Reads up to where the answer begins. Line breaks just inside the tags and after them are layout."""
         if not inside and not (yield from tape.skip(self.open)):
