@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from triptych.inference.v1 import inference_pb2
 
-from services.common.errors import invalid
+from services.common.errors import invalid, unserved
+from services.frontend import tool_grammar
 from services.frontend.chat_door import read_chat
 from services.frontend.conversation import Conversation
 from services.frontend.request import EngineFacts, Job, Limits, Options
@@ -39,6 +40,7 @@ class Intake:
         field = f"{path}messages"
         prompt = await self._model.encode_chat(conversation, field)
         job = self._job(prompt.ids, options, facts, prompt_field=field, path=path)
+        self._refuse_promise(conversation, path)
         return await self._echoing(replace(job, formats=prompt.formats))
 
     async def tokenize(self, request: inference_pb2.TokenizeRequest) -> tuple[int, ...]:
@@ -57,6 +59,10 @@ class Intake:
         self._model.check_name(request.chat.model)
         conversation = await self._conversation(request.chat, "chat.")
         return (await self._model.encode_chat(conversation, "chat.messages")).ids
+
+    def _refuse_promise(self, conversation: Conversation, path: str) -> None:
+        if promised := tool_grammar.promise(conversation.tool_use):
+            raise unserved(f"{path}{promised}", "needs a grammar, and these are not served yet")
 
     async def _conversation(self, request: inference_pb2.ChatRequest, path: str) -> Conversation:
         conversation = await off_loop(request.ByteSize(), lambda: read_chat(request, self._limits, path))

@@ -9,9 +9,9 @@ import grpc
 
 from services.common import checkpoint
 from services.common.errors import RequestError
-from services.frontend import chat, tokenizer
+from services.frontend import chat, tokenizer, tool_grammar
 from services.frontend.control_tokens import ControlTokens
-from services.frontend.conversation import Calling, Conversation
+from services.frontend.conversation import Calling, Conversation, ToolUse
 from services.frontend.defaults import sampling_defaults
 from services.frontend.output_reader import OutputFormats
 from services.frontend.reasoning import tags
@@ -108,10 +108,15 @@ class ServedModel:
                 f"{path}tools: it is not known how this model writes calls; start the frontend with --tool-call-format",
             )
 
+    def call_format(self, tool_use: ToolUse) -> ToolCallFormat | None:
+        """How the calls of an answer are written; None where there are to be none."""
+        if tool_use.calling is Calling.NONE or self.tool_calls is None:
+            return None
+        return formats.held(self.tool_calls) if tool_grammar.promise(tool_use) else self.tool_calls
+
     def _formats(self, conversation: Conversation, prompt: str) -> OutputFormats | None:
         """What is looked for in the answer; None for nothing, and text is text."""
-        calling = conversation.tool_use.calling is not Calling.NONE
-        found = OutputFormats(self.reasoning, self.tool_calls if calling else None)
+        found = OutputFormats(self.reasoning, self.call_format(conversation.tool_use))
         if found.reasoning is None:
             return None if found.tool_calls is None else found
         if conversation.continues:

@@ -12,6 +12,11 @@ from services.frontend.tool_calls.pythonic import PYTHONIC
 FORMATS = {form.name: form for form in (HERMES, LLAMA3_JSON, PYTHONIC, MISTRAL, MISTRAL_V11, DEEPSEEK_V3, DEEPSEEK_V31)}
 
 
+def held(form: ToolCallFormat) -> ToolCallFormat:
+    """The format in which a model that writes this one is held to a schema."""
+    return FORMATS[form.held] if form.held else form
+
+
 def recognise(template: str) -> ToolCallFormat | None:
     """By what a template writes for calls of earlier turns, or tells the model to write; None for none known here."""
     if SEP in template:
