@@ -41,6 +41,7 @@ _SERVED = {
         "logprobs",
         "prompt_logprobs",
         "echo",
+        "raw_bytes",
         "skip_special_tokens",
         "min_delta_tokens",
         "min_delta_interval_ms",

@@ -52,6 +52,7 @@ class Options:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     echo: bool = False
+    raw_bytes: bool = False
     skip_special_tokens: bool = True
     hold: Hold = Hold()
     priority: int = 0

@@ -66,8 +66,11 @@ def prompt_logprobs(
     yield inference_pb2.PromptLogprobs(start=start, positions=positions)
 
 
-def choices(message: R, deltas: Sequence[tuple[int, Delta]], tokenizer: TextTokenizer) -> R:
-    """The message with deltas, each of a choice, filled in. One a token: set in place, where arguments are copied."""
+def choices(message: R, deltas: Sequence[tuple[int, Delta]], tokenizer: TextTokenizer, *, raw: bool = False) -> R:
+    """The message with deltas, each of a choice, filled in, with the ids' bytes where `raw`.
+
+    One a token: set in place, where arguments are copied.
+    """
     for index, delta in deltas:
         choice = message.choices.add()
         if index:
@@ -78,6 +81,8 @@ def choices(message: R, deltas: Sequence[tuple[int, Delta]], tokenizer: TextToke
         for called in delta.calls:
             choice.tool_calls.add(index=called.index, id=called.id, name=called.name, arguments=called.arguments)
         choice.token_ids.extend(delta.token_ids)
+        if raw:
+            choice.raw = b"".join(map(tokenizer.token_bytes, delta.token_ids))
         for token_id, entry in zip(delta.token_ids, delta.logprobs, strict=False):
             position = choice.logprobs.add()
             position.token.MergeFrom(
@@ -153,6 +158,7 @@ class Fold(Generic[R]):
         self._folded: R = empty
         self._texts: dict[int, list[str]] = {}
         self._reasoning: dict[int, list[str]] = {}
+        self._raw: dict[int, list[bytes]] = {}
         self._calls: dict[int, dict[int, inference_pb2.ToolCall]] = {}
         self._choices: dict[int, inference_pb2.Choice] = {}
 
@@ -172,6 +178,7 @@ class Fold(Generic[R]):
             choice = self._choices[index]
             choice.text = "".join(self._texts[index])
             choice.reasoning = "".join(self._reasoning[index])
+            choice.raw = b"".join(self._raw[index])
             choice.tool_calls.extend(self._calls[index].values())
             self._folded.choices.append(choice)
         return self._folded
@@ -182,6 +189,7 @@ class Fold(Generic[R]):
             whole = self._choices.setdefault(delta.index, inference_pb2.Choice())
             self._texts.setdefault(delta.index, []).append(delta.text)
             self._reasoning.setdefault(delta.index, []).append(delta.reasoning)
+            self._raw.setdefault(delta.index, []).append(delta.raw)
             calls = self._calls.setdefault(delta.index, {})
             for piece in delta.tool_calls:
                 call = calls.setdefault(piece.index, inference_pb2.ToolCall(index=piece.index))

@@ -170,7 +170,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             answer = Answer(job, self._model.tokenizer)
 
             def send(deltas: list[tuple[int, Delta]]) -> Awaitable[None]:
-                return write(responses.choices(response(), deltas, self._model.tokenizer))
+                return write(responses.choices(response(), deltas, self._model.tokenizer, raw=job.options.raw_bytes))
 
             async def tell(scores: Scores) -> None:
                 for piece in responses.prompt_logprobs(job, scores, self._model.tokenizer, self._scores_bytes):

@@ -54,6 +54,7 @@ def read_options(
         logprobs=options.logprobs if options.HasField("logprobs") else None,
         prompt_logprobs=options.prompt_logprobs if options.HasField("prompt_logprobs") else None,
         echo=options.echo,
+        raw_bytes=options.raw_bytes,
         skip_special_tokens=options.skip_special_tokens if options.HasField("skip_special_tokens") else True,
         hold=_read_hold(options, limits, path),
         priority=_read_priority(options.priority, limits, f"{path}.priority"),

@@ -106,6 +106,19 @@ async def test_calls_and_reasoning_are_told_apart_however_the_engine_steps(path:
         assert len(set(ids)) == 4 and all(len(call_id) == 9 and call_id.isalnum() for call_id in ids)
 
 
+async def test_raw_bytes_are_those_of_the_ids_whatever_is_made_of_them(path: Path) -> None:
+    script = [*ids_of(path, TWO), EOS_ID]
+    async with serving(path, scripted(script, ids_per_step=2)) as served:
+        asked_for = request(options=greedy(raw_bytes=True))
+        answer = await chat(served.channel, asked_for)
+        raw = b"".join(choice.raw for m in answer.messages for choice in m.choices)
+        assert raw == TWO.encode() + b"<|im_end|>"
+        unary = await served.stub.ChatUnary(inference_pb2.ChatUnaryRequest(request=asked_for))
+        assert unary.response.choices[0].raw == raw
+        without = await chat(served.channel, request())
+        assert not any(choice.raw for m in without.messages for choice in m.choices)
+
+
 @pytest.mark.parametrize("options", [{}, {"min_delta_tokens": 7}, {"min_delta_interval_ms": 1}])
 async def test_ids_logprobs_and_usage_are_those_of_an_answer_without_parts(path: Path, options: dict[str, int]) -> None:
     script = [*ids_of(path, TWO), EOS_ID]
