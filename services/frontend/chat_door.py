@@ -76,7 +76,7 @@ def _read_turn(message: inference_pb2.ChatMessage, path: str) -> Turn:
         text=_text(message, f"{path}.content"),
         name=message.name,
         reasoning=message.reasoning,
-        calls=tuple(_read_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)),
+        calls=tuple(_read_call(call, i, f"{path}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)),
         call_id=message.tool_call_id,
     )
 
@@ -92,7 +92,9 @@ def _text(message: inference_pb2.ChatMessage, path: str) -> str:
     return "".join(part.text for part in message.content)
 
 
-def _read_call(call: inference_pb2.ToolCall, path: str) -> PastCall:
+def _read_call(call: inference_pb2.ToolCall, place: int, path: str) -> PastCall:
+    if call.index not in (0, place):
+        raise invalid(f"{path}.index", f"is {call.index}, its place is {place}; calls stand in order")
     if not call.name:
         raise invalid(f"{path}.name", "is empty; name the tool that was called")
     arguments = _json_object(call.arguments or "{}", f"{path}.arguments")

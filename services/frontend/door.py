@@ -24,7 +24,7 @@ _SERVED = {
     "ChatMessage": {"role", "content", "name", "reasoning", "tool_calls", "tool_call_id"},
     "ContentPart": {"text", "media"},  # media is refused by its type, behind the door
     "Media": {"mime_type", "data"},
-    "ToolCall": {"id", "name", "arguments"},
+    "ToolCall": {"index", "id", "name", "arguments"},
     "Tool": {"name", "description", "parameters_json_schema", "strict"},
     "ToolChoice": {"mode", "name"},
     "Options": {

@@ -86,6 +86,11 @@ IMAGE = inference_pb2.ContentPart(media=inference_pb2.Media(mime_type="image/png
             "messages[0].tool_calls[0].arguments",
             "object",
         ),
+        (
+            Chat(messages=[answered(tool_calls=[inference_pb2.ToolCall(index=1, name="f")])]),
+            "messages[0].tool_calls[0].index",
+            "its place is 0",
+        ),
         (Chat(messages=[asked()], continue_final_message=True), "messages[0].role", "is user"),
         (Chat(messages=[answered()], continue_final_message=True), "messages[0].content", "is empty"),
         (
