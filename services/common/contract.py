@@ -12,6 +12,10 @@ from services.common.errors import unserved
 PROTOCOL_VERSION = 1
 """The version of the two internal contracts that this code speaks; the hellos carry a range."""
 
+GRAMMAR = "grammar"
+"""A feature of the hellos: between frontend and scheduler Submit.grammar, between scheduler and executor masks and
+forced ids."""
+
 SAMPLING = "triptych.inference.v1.Sampling"
 SERVED_SAMPLING = frozenset(
     {
