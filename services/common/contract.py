@@ -34,6 +34,17 @@ SERVED_SAMPLING = frozenset(
 """Fields of Sampling served; the same at all three doors, since it travels through them unread."""
 
 
+SERVED_GRAMMAR = {
+    "triptych.inference.v1.Grammar": frozenset(
+        {"json_schema", "regex", "lark", "choices", "structural_tags", "forced_tokens"}
+    ),
+    "triptych.inference.v1.Grammar.Choices": frozenset({"values"}),
+    "triptych.inference.v1.Grammar.StructuralTags": frozenset({"tags", "required", "single", "text_until"}),
+    "triptych.inference.v1.Grammar.Tag": frozenset({"begin", "json_schema", "end", "trigger"}),
+}
+"""Messages of a grammar and their fields served, at the frontend's door and the scheduler's."""
+
+
 class Door:
     """The fields served, by message type; every other field that is set is refused by its path.
 

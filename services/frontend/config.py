@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field, ValidationInfo, field_validator
 
 from services.common.config import Address, ServiceConfig
+from services.frontend.grammar_check import Budget
 from services.frontend.request import Limits
 
 
@@ -44,6 +45,18 @@ class FrontendConfig(ServiceConfig):
     max_banned_token_ids: int = Field(4096, ge=0, description="banned_token_ids a request may have")
     max_detokenize_ids: int = Field(256 * 1024, ge=1, description="ids of one Detokenize")
     max_cache_salt_bytes: int = Field(256, ge=0, description="UTF-8 bytes of a cache_salt")
+    max_grammar_bytes: int = Field(
+        64 * 1024,
+        ge=1,
+        le=512 * 1024,
+        description="UTF-8 bytes of a grammar's texts: schemas, expressions, choices, tags",
+    )
+    grammar_compile_s: float = Field(
+        5.0, gt=0, le=600, description="seconds that a grammar may take to compile, in a process of its own"
+    )
+    grammar_compile_bytes: int = Field(
+        256 * 1024 * 1024, ge=16 * 1024 * 1024, description="memory that process may take for it"
+    )
     min_priority: int = Field(
         -1000,
         ge=-1000,
@@ -61,6 +74,10 @@ class FrontendConfig(ServiceConfig):
         if message_bytes is not None and prompt_bytes >= message_bytes:
             raise ValueError(f"must be below max_message_bytes, {message_bytes}, which holds the prompt")
         return prompt_bytes
+
+    def grammar_budget(self) -> Budget:
+        """Of one grammar."""
+        return Budget(self.max_grammar_bytes, self.grammar_compile_s, self.grammar_compile_bytes)
 
     def limits(self) -> Limits:
         """Of one request."""
@@ -80,6 +97,7 @@ class FrontendConfig(ServiceConfig):
             banned_token_ids=self.max_banned_token_ids,
             detokenize_ids=self.max_detokenize_ids,
             cache_salt_bytes=self.max_cache_salt_bytes,
+            grammar_bytes=self.max_grammar_bytes,
             min_priority=self.min_priority,
             min_delta_tokens=self.max_min_delta_tokens,
             min_delta_interval_ms=self.max_min_delta_interval_ms,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from triptych.inference.v1 import inference_pb2
 
-from services.common.contract import SAMPLING, SERVED_SAMPLING, Door
+from services.common.contract import SAMPLING, SERVED_GRAMMAR, SERVED_SAMPLING, Door
 from services.common.errors import invalid, unserved
 
 _PACKAGE = "triptych.inference.v1."
@@ -21,6 +21,7 @@ _SERVED = {
         "sampling",
         "seed",
         "n",
+        "grammar",
         "max_tokens",
         "min_tokens",
         "stop",
@@ -43,7 +44,11 @@ _SERVED = {
     "ListModelsRequest": set[str](),
 }
 
-DOOR = Door({SAMPLING: SERVED_SAMPLING} | {_PACKAGE + name: frozenset(fields) for name, fields in _SERVED.items()})
+DOOR = Door(
+    {SAMPLING: SERVED_SAMPLING}
+    | SERVED_GRAMMAR
+    | {_PACKAGE + name: frozenset(fields) for name, fields in _SERVED.items()}
+)
 
 _ROLES: dict[int, str] = {
     inference_pb2.ROLE_SYSTEM: "system",

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 from triptych.inference.v1 import inference_pb2
 
-from services.common.errors import invalid
+from services.common.contract import GRAMMAR
+from services.common.errors import invalid, unserved
 from services.frontend.door import read_messages
+from services.frontend.grammar_check import GrammarCheck
 from services.frontend.request import EngineFacts, Job, Limits, Options
 from services.frontend.served_model import ServedModel
 from services.frontend.tokenizer import off_loop
@@ -17,14 +19,15 @@ from services.frontend.validation import check_choice, check_fits, check_ids, ch
 class Intake:
     """Reads requests of one model. `path` is where the request stands in the message that came, "" or "request."."""
 
-    def __init__(self, model: ServedModel, limits: Limits) -> None:
+    def __init__(self, model: ServedModel, grammars: GrammarCheck, limits: Limits) -> None:
         self._model = model
+        self._grammars = grammars
         self._limits = limits
 
     async def generate(self, request: inference_pb2.GenerateRequest, facts: EngineFacts, path: str = "") -> Job:
         """A job for a text or token-id prompt. Raises RequestError."""
         self._model.check_name(request.model)
-        options = self._options(request.options, facts, path)
+        options = await self._options(request.options, facts, path)
         prompt_ids = await self._prompt(request, options, facts, path)
         kind = request.WhichOneof("prompt")
         job = self._job(prompt_ids, options, facts, prompt_field=f"{path}{kind}", path=path)
@@ -33,7 +36,7 @@ class Intake:
     async def chat(self, request: inference_pb2.ChatRequest, facts: EngineFacts, path: str = "") -> Job:
         """A job for a conversation. Raises RequestError."""
         self._model.check_name(request.model)
-        options = self._options(request.options, facts, path)
+        options = await self._options(request.options, facts, path)
         field = f"{path}messages"
         prompt_ids = await self._model.encode_chat(read_messages(request, field), field)
         return await self._echoing(self._job(prompt_ids, options, facts, prompt_field=field, path=path))
@@ -74,9 +77,10 @@ class Intake:
         check_ids(ids, self._model.vocab_size(facts), f"{path}token_ids.ids")
         return ids
 
-    def _options(self, options: inference_pb2.Options, facts: EngineFacts, path: str) -> Options:
-        return read_options(
-            options,
+    async def _options(self, message: inference_pb2.Options, facts: EngineFacts, path: str) -> Options:
+        """All options, the grammar compiled."""
+        options = read_options(
+            message,
             defaults=self._model.defaults,
             limits=self._limits,
             vocab_size=self._model.vocab_size(facts),
@@ -84,6 +88,11 @@ class Intake:
             max_logprobs=facts.max_logprobs,
             path=f"{path}options",
         )
+        if options.grammar is not None:
+            if GRAMMAR not in facts.features:
+                raise unserved(f"{path}options.grammar", "is not served by this engine")
+            await self._grammars.check(options.grammar, f"{path}options.grammar")
+        return options
 
     def _job(
         self, prompt_ids: tuple[int, ...], options: Options, facts: EngineFacts, *, prompt_field: str, path: str

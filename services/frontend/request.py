@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from services.common.grammar import Grammar
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -54,6 +56,7 @@ class Options:
     priority: int = 0
     cache_salt: str = ""
     label: str = ""
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class EngineFacts:
     max_choices: int = 1
     max_logprobs: int = 0
     fragment_bytes: int = 0
+    features: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,7 @@ class Limits:
     banned_token_ids: int
     detokenize_ids: int
     cache_salt_bytes: int
+    grammar_bytes: int
     min_priority: int
     min_delta_tokens: int
     min_delta_interval_ms: int
@@ -135,6 +140,7 @@ class Limits:
             "max_banned_token_ids": self.banned_token_ids,
             "max_detokenize_ids": self.detokenize_ids,
             "max_cache_salt_bytes": self.cache_salt_bytes,
+            "max_grammar_bytes": self.grammar_bytes,
             "max_min_delta_tokens": self.min_delta_tokens,
             "max_min_delta_interval_ms": self.min_delta_interval_ms,
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 
@@ -26,6 +27,7 @@ class ServedModel:
     name: str
     aliases: tuple[str, ...]
     revision: str
+    folder: Path
     tokenizer: TextTokenizer
     tokenizer_hash: str
     chat: chat.ChatEncoder
@@ -77,6 +79,7 @@ def load(
         name=name,
         aliases=tuple(alias for alias in dict.fromkeys(aliases) if alias != name),
         revision=checkpoint.revision(path),
+        folder=path,
         tokenizer=tokenizer.load(definition, path),
         tokenizer_hash=checkpoint.tokenizer_hash(path),
         chat=chat.ChatEncoder(chat.load_source(path), ControlTokens(definition)),
