@@ -83,8 +83,8 @@ def read_grammar(options: inference_pb2.Options, path: str) -> Grammar | None:
         if options.min_tokens > longest:
             raise invalid(
                 f"{path}.min_tokens",
-                f"is {options.min_tokens}, the longest of the grammar's choices has {longest} bytes, and no more tokens "
-                "than that; lower it",
+                f"is {options.min_tokens}, the longest of the grammar's choices has {longest} bytes, and so no more "
+                "tokens; lower it",
             )
     return grammar
 
