@@ -63,8 +63,6 @@ class Compiler:
             matcher = self._matcher(self._source(grammar))
         except GrammarError as error:
             raise self._blame(grammar, error) from None
-        except (ValueError, RecursionError) as error:  # a schema that is no JSON, or too deep for the reader
-            raise GrammarError(_field(grammar), f"cannot be read: {error}") from None
         mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         if matcher.is_error() or not mask.any():
             raise GrammarError(_field(grammar), f"allows no text at all: {_first_line(matcher.get_error())}")
@@ -126,7 +124,7 @@ class Compiler:
             for i, tag in enumerate(grammar.rule.tags):
                 try:
                     self._matcher(_of_schema(tag.json_schema))
-                except (GrammarError, ValueError, RecursionError) as its_own:
+                except GrammarError as its_own:
                     return GrammarError(f"structural_tags.tags[{i}].json_schema", str(its_own))
         return GrammarError(_field(grammar), str(error))
 
@@ -218,9 +216,14 @@ class _TagGrammar:
 
 
 def _of_schema(schema: str) -> str:
+    """Raises GrammarError where it is no JSON object."""
     if schema.strip() == "true":  # options stand in objects alone
         schema = "{}"
-    return str(LLMatcher.grammar_from_json_schema(schema, JSON_OPTIONS, _FIXED_JSON_OPTIONS))  # type: ignore[arg-type]
+    try:
+        source = LLMatcher.grammar_from_json_schema(schema, JSON_OPTIONS, _FIXED_JSON_OPTIONS)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise GrammarError("", f"cannot be read: {error}") from None
+    return str(source)
 
 
 def _quoted(text: str) -> str:

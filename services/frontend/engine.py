@@ -46,7 +46,7 @@ class Submission:
 
 @dataclass(frozen=True)
 class EngineFinish:
-    """The engine's last word on a choice: `reason` "stop" or "length"; `stop_id` is the id that stopped it, if one did."""
+    """The engine's last word on a choice: `reason` "stop" or "length"; `stop_id` is the id that stopped it, if any."""
 
     reason: str
     stop_id: int | None

@@ -26,9 +26,7 @@ from services.scheduler.core.step import MaskedRow, StepPlan, Updates
 from services.scheduler.executor_run import ExecutorLostError, ExecutorRun
 from services.scheduler.grammar_state import ContradictedError, GrammarFailedError, GrammarState
 
-CONTRADICTED = (
-    "grammar: all that it allows next is banned by the request's ids, biases or min_tokens; leave one of them"
-)
+CONTRADICTED = "grammar: all that it allows next is banned by the request's ids, biases or min_tokens; leave an id"
 
 log = logging.getLogger(__name__)
 

@@ -55,7 +55,6 @@ async def failure(call: Any) -> grpc.aio.AioRpcError:
     ("options", "field"),
     [
         (Options(best_of=1), "options.best_of"),
-        (Options(grammar=generation_pb2.Grammar(regex="a")), "options.grammar"),
         (Options(raw_bytes=True), "options.raw_bytes"),
         (Options(adapter="a"), "options.adapter"),
         (Options(resume=inference_pb2.Resume(seed=1)), "options.resume"),
