@@ -319,7 +319,8 @@ class Scheduler:
         for request in self._running:  # it may shrink from its end, which a list's iterator allows
             computed = request.num_computed
             if request.num_tokens - computed > 1:
-                if request.num_tokens > request.room_tokens and not self._reach(request, step):
+                missing = request.num_tokens - request.room_tokens  # where ids were forced
+                if missing > 0 and not self._grow(request, step, -(-missing // self.limits.block_tokens)):
                     break
                 prefills.append(request)
             elif computed < request.last_computed and budget > 0:  # else its last id is on its way
@@ -332,21 +333,15 @@ class Scheduler:
         step.budget = budget
         return prefills
 
-    def _grow(self, request: Request, step: Step) -> bool:
-        """One block more, for which the last by rank are preempted; False if that was `request` itself."""
-        while self._pool.num_free == 0:
+    def _grow(self, request: Request, step: Step, count: int = 1) -> bool:
+        """So many blocks more, for which the last by rank are preempted; False, and none, if that was `request`."""
+        while self._pool.num_free < count:
             last = self._running[-1]
             self._preempt(last)
             if last is request:
                 return False
-        step.new_blocks.append((request.slot, self._residents.grow(request)))
-        return True
-
-    def _reach(self, request: Request, step: Step) -> bool:
-        """Blocks for ids that were forced; False if it was preempted itself."""
-        while request.num_tokens > request.room_tokens:
-            if not self._grow(request, step):
-                return False
+        for _ in range(count):
+            step.new_blocks.append((request.slot, self._residents.grow(request)))
         return True
 
     def _preempt(self, request: Request) -> None:
