@@ -7,8 +7,9 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from services.common.config import Address, ServiceConfig
+from services.frontend.grammar_check import Budget as GrammarBudget
 from services.frontend.request import Limits
-from services.frontend.template_processes import Budget
+from services.frontend.template_processes import Budget as TemplateBudget
 
 
 class FrontendConfig(ServiceConfig):
@@ -59,6 +60,18 @@ class FrontendConfig(ServiceConfig):
     max_banned_token_ids: int = Field(4096, ge=0, description="banned_token_ids a request may have")
     max_detokenize_ids: int = Field(256 * 1024, ge=1, description="ids of one Detokenize")
     max_cache_salt_bytes: int = Field(256, ge=0, description="UTF-8 bytes of a cache_salt")
+    max_grammar_bytes: int = Field(
+        64 * 1024,
+        ge=1,
+        le=512 * 1024,
+        description="UTF-8 bytes of a grammar's texts: schemas, expressions, choices, tags",
+    )
+    grammar_compile_s: float = Field(
+        5.0, gt=0, le=600, description="seconds that a grammar may take to compile, in a process of its own"
+    )
+    grammar_compile_bytes: int = Field(
+        256 * 1024 * 1024, ge=16 * 1024 * 1024, description="memory that process may take for it"
+    )
     min_priority: int = Field(
         -1000,
         ge=-1000,
@@ -77,9 +90,13 @@ class FrontendConfig(ServiceConfig):
             raise ValueError(f"must be below max_message_bytes, {message_bytes}, which holds the prompt")
         return prompt_bytes
 
-    def template_budget(self) -> Budget:
+    def template_budget(self) -> TemplateBudget:
         """Of rendering a chat."""
-        return Budget(time_s=self.template_timeout_s, text_bytes=self.max_rendered_bytes)
+        return TemplateBudget(time_s=self.template_timeout_s, text_bytes=self.max_rendered_bytes)
+
+    def grammar_budget(self) -> GrammarBudget:
+        """Of one grammar."""
+        return GrammarBudget(self.max_grammar_bytes, self.grammar_compile_s, self.grammar_compile_bytes)
 
     def limits(self) -> Limits:
         """Of one request."""
@@ -101,6 +118,7 @@ class FrontendConfig(ServiceConfig):
             banned_token_ids=self.max_banned_token_ids,
             detokenize_ids=self.max_detokenize_ids,
             cache_salt_bytes=self.max_cache_salt_bytes,
+            grammar_bytes=self.max_grammar_bytes,
             min_priority=self.min_priority,
             min_delta_tokens=self.max_min_delta_tokens,
             min_delta_interval_ms=self.max_min_delta_interval_ms,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.common.contract import SAMPLING, SERVED_SAMPLING, Door
+from services.common.contract import SAMPLING, SERVED_GRAMMAR, SERVED_SAMPLING, Door
 
 _PACKAGE = "triptych.inference.v1."
 
@@ -32,6 +32,7 @@ _SERVED = {
         "seed",
         "n",
         "best_of",
+        "grammar",
         "max_tokens",
         "min_tokens",
         "stop",
@@ -61,5 +62,8 @@ _STRUCT = {
 """Its values are read behind the door, which looks at no map's."""
 
 DOOR = Door(
-    {SAMPLING: SERVED_SAMPLING} | _STRUCT | {_PACKAGE + name: frozenset(fields) for name, fields in _SERVED.items()}
+    {SAMPLING: SERVED_SAMPLING}
+    | SERVED_GRAMMAR
+    | _STRUCT
+    | {_PACKAGE + name: frozenset(fields) for name, fields in _SERVED.items()}
 )

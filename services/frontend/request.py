@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from services.common.grammar import Grammar
 from services.frontend.output_reader import OutputFormats
 
 
@@ -58,6 +59,7 @@ class Options:
     priority: int = 0
     cache_salt: str = ""
     label: str = ""
+    grammar: Grammar | None = None
 
     @property
     def num_choices(self) -> int:
@@ -83,6 +85,7 @@ class EngineFacts:
     max_choices: int = 1
     max_logprobs: int = 0
     fragment_bytes: int = 0
+    features: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,7 @@ class Limits:
     banned_token_ids: int
     detokenize_ids: int
     cache_salt_bytes: int
+    grammar_bytes: int
     min_priority: int
     min_delta_tokens: int
     min_delta_interval_ms: int
@@ -157,6 +161,7 @@ class Limits:
             "max_banned_token_ids": self.banned_token_ids,
             "max_detokenize_ids": self.detokenize_ids,
             "max_cache_salt_bytes": self.cache_salt_bytes,
+            "max_grammar_bytes": self.grammar_bytes,
             "max_min_delta_tokens": self.min_delta_tokens,
             "max_min_delta_interval_ms": self.min_delta_interval_ms,
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import grpc
 
@@ -29,10 +30,11 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """Ids, and what is looked for in the answer to them."""
+    """Ids, and what is looked for in the answer to them. `reasoning_until` ends the reasoning that is to come first."""
 
     ids: tuple[int, ...]
     formats: OutputFormats | None = None
+    reasoning_until: str = ""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class ServedModel:
     name: str
     aliases: tuple[str, ...]
     revision: str
+    folder: Path
     tokenizer: TextTokenizer
     tokenizer_hash: str
     chat: chat.ChatEncoder
@@ -89,7 +92,8 @@ class ServedModel:
         written = await self.templates.render(name, variables, path)
         prompt = self.chat.prompt(written, conversation, path)
         ids = await off_loop(len(prompt), lambda: self.chat.ids(prompt))
-        return ChatPrompt(ids, self._formats(conversation, prompt))
+        found = self._formats(conversation, prompt)
+        return ChatPrompt(ids, found, self._reasoning_until(conversation, prompt, found))
 
     def check_tools(self, conversation: Conversation, path: str) -> None:
         """Raises FAILED_PRECONDITION for tools that the model cannot be told of, or whose calls nobody could read.
@@ -113,6 +117,12 @@ class ServedModel:
         if tool_use.calling is Calling.NONE or self.tool_calls is None:
             return None
         return formats.held(self.tool_calls) if tool_grammar.promise(tool_use) else self.tool_calls
+
+    def _reasoning_until(self, conversation: Conversation, prompt: str, found: OutputFormats | None) -> str:
+        if found is None or found.reasoning is None:
+            return ""
+        left_out = conversation.continues or found.reasoning.is_closed(prompt)
+        return found.reasoning.close if found.in_reasoning or not left_out else ""
 
     def _formats(self, conversation: Conversation, prompt: str) -> OutputFormats | None:
         """What is looked for in the answer; None for nothing, and text is text."""
@@ -146,6 +156,7 @@ def load(
         name=name,
         aliases=tuple(alias for alias in dict.fromkeys(aliases) if alias != name),
         revision=checkpoint.revision(path),
+        folder=path,
         tokenizer=tokenizer.load(definition, path),
         tokenizer_hash=checkpoint.tokenizer_hash(path),
         chat=encoder,

@@ -15,6 +15,7 @@ from services.frontend import served_model, service
 from services.frontend.calls import Calls
 from services.frontend.config import FrontendConfig
 from services.frontend.engine_client import HEARTBEAT_LIMIT_S, EngineClient
+from services.frontend.grammar_check import GrammarCheck
 from services.frontend.service import InferenceService
 
 log = logging.getLogger(__name__)
@@ -37,10 +38,11 @@ class Frontend:
             reasoning_format=config.reasoning_format,
         )
         self.engine = EngineClient(config.engine, self.model.tokenizer_hash)
+        self.grammars = GrammarCheck(self.model.folder, sorted(self.model.eos_ids), config.grammar_budget())
         self.calls = Calls()
         self.server = Server(config.host, config.port, max_message_bytes=config.max_message_bytes)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
-            InferenceService(self.model, self.engine, self.calls, config.limits()), self.server.grpc
+            InferenceService(self.model, self.engine, self.calls, self.grammars, config.limits()), self.server.grpc
         )
         self._watch: asyncio.Task[None] | None = None
 
@@ -83,6 +85,7 @@ class Frontend:
         await self._stop_watching()
         await self.engine.close()
         await self.model.templates.close()
+        await self.grammars.close()
 
     async def _stop_watching(self) -> None:
         if self._watch is not None:

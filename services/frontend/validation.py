@@ -9,6 +9,7 @@ from dataclasses import replace
 from triptych.inference.v1 import generation_pb2, inference_pb2
 
 from services.common.errors import invalid
+from services.common.grammar import Choices, Grammar, GrammarError, from_proto
 from services.common.sampling import LOGIT_BIAS, RANGES, Range, choice_fault
 from services.frontend.request import Hold, Limits, Options, Sampling
 from services.frontend.sizes import at_most
@@ -39,6 +40,7 @@ def read_options(
     _check_engines(options.n, max_choices, f"{path}.n")
     _check_engines(options.logprobs, max_logprobs, f"{path}.logprobs")
     _check_engines(options.prompt_logprobs, max_logprobs, f"{path}.prompt_logprobs")
+    grammar = read_grammar(options, path)
     sampling = _read_sampling(options.sampling, defaults, limits, vocab_size, f"{path}.sampling")
     return Options(
         sampling=sampling,
@@ -60,7 +62,33 @@ def read_options(
         priority=_read_priority(options.priority, limits, f"{path}.priority"),
         cache_salt=_read_salt(options.cache_salt, limits, f"{path}.cache_salt"),
         label=_read_label(options.label, f"{path}.label"),
+        grammar=grammar,
     )
+
+
+def read_grammar(options: inference_pb2.Options, path: str) -> Grammar | None:
+    """What the output is held to, None where nothing. Raises INVALID_ARGUMENT for what contradicts it."""
+    if not options.HasField("grammar"):
+        return None
+    try:
+        grammar = from_proto(options.grammar)
+    except GrammarError as error:
+        raise invalid(error.under(f"{path}.grammar"), error.description) from None
+    if options.ignore_eos:
+        raise invalid(f"{path}.ignore_eos", "is set beside a grammar, which says where the output ends; leave one out")
+    for name in ("logprobs", "best_of"):
+        if grammar.forced_tokens and options.HasField(name):
+            said = f"appends ids that are not drawn, and so have no logprobs, which {name} needs; leave one out"
+            raise invalid(f"{path}.grammar.forced_tokens", said)
+    if isinstance(grammar.rule, Choices):
+        longest = max(len(value.encode()) for value in grammar.rule.values)
+        if options.min_tokens > longest:
+            raise invalid(
+                f"{path}.min_tokens",
+                f"is {options.min_tokens}, the longest of the grammar's choices has {longest} bytes, and so no more "
+                "tokens; lower it",
+            )
+    return grammar
 
 
 def draw_seed() -> int:

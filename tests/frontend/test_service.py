@@ -54,7 +54,6 @@ async def failure(call: Any) -> grpc.aio.AioRpcError:
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        (Options(grammar=generation_pb2.Grammar(regex="a")), "options.grammar"),
         (Options(adapter="a"), "options.adapter"),
         (Options(resume=inference_pb2.Resume(seed=1)), "options.resume"),
     ],

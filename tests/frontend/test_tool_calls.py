@@ -228,11 +228,15 @@ async def test_formats_are_told_and_can_be_set(path: Path) -> None:
     async with serving(path, scripted([50, EOS_ID])) as served:
         model = (await served.stub.GetModel(inference_pb2.GetModelRequest())).model
         assert (model.tool_call_format, model.reasoning_format) == ("hermes", "think")
-        assert list(model.features) == ["tools", "reasoning"]
+        assert list(model.features) == ["grammar", "tools", "reasoning"]
     engine = scripted([*ids_of(path, written), EOS_ID])
     async with serving(path, engine, tool_call_format="pythonic", reasoning_format="none") as served:
         model = (await served.stub.GetModel(inference_pb2.GetModelRequest())).model
-        assert (model.tool_call_format, model.reasoning_format, list(model.features)) == ("pythonic", "", ["tools"])
+        assert (model.tool_call_format, model.reasoning_format, list(model.features)) == (
+            "pythonic",
+            "",
+            ["grammar", "tools"],
+        )
         found = await both(served, request())
         assert found.text == "<think>" and [call[1:] for call in found.calls.values()] == [["f", '{"a": 1}']]
 
@@ -306,7 +310,7 @@ def test_formats_are_recognised_by_what_templates_write(template: str, calls: st
 async def test_what_needs_a_grammar_is_refused_where_the_engine_has_none(
     path: Path, fields: dict[str, Any], named: str
 ) -> None:
-    async with serving(path, scripted([50, EOS_ID])) as served:
+    async with serving(path, scripted([50, EOS_ID], features=())) as served:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await chat(served.channel, request(**fields))
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED and named in (caught.value.details() or "")

@@ -7,6 +7,7 @@ import json
 import pytest
 from triptych.inference.v1 import generation_pb2
 
+from services.common.grammar import to_proto
 from services.frontend import tool_grammar
 from services.frontend.conversation import Calling, Tool, ToolUse
 from services.frontend.tool_calls.formats import FORMATS, held
@@ -18,8 +19,8 @@ NOW = Tool("now", "", {})
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def tags(use: ToolUse, form: str = "hermes") -> generation_pb2.Grammar.StructuralTags:
-    return tool_grammar.make(use, held(FORMATS[form])).structural_tags
+def tags(use: ToolUse, form: str = "hermes", **until: str) -> generation_pb2.Grammar.StructuralTags:
+    return to_proto(tool_grammar.make(use, held(FORMATS[form]), **until)).structural_tags
 
 
 @pytest.mark.parametrize(
@@ -66,3 +67,8 @@ def test_without_parallel_calls_there_is_one_span_at_most() -> None:
 def test_every_format_can_be_held(form: str) -> None:
     (tag,) = tags(ToolUse((WEATHER,), Calling.REQUIRED), form).tags
     assert "get_weather" in tag.begin and tag.begin.startswith(tag.trigger) and tag.trigger
+
+
+def test_reasoning_comes_before_calls_that_are_required_and_is_free_anyway_before_others() -> None:
+    assert tags(ToolUse((WEATHER,), Calling.REQUIRED), text_until="</think>").text_until == "</think>"
+    assert tags(ToolUse((STRICT,), Calling.AUTO), text_until="</think>").text_until == ""

@@ -246,7 +246,7 @@ class CoreDriver:
                 counts.append(0)
             elif key in self.failing or row.slot.failed:
                 self.failing.discard(key)
-                row.slot.fail()
+                row.slot.fail(samples=True)
                 failed[row.number] = "BAD_LOGITS"
                 scores.pop(row.number, None)
                 counts.append(0)

@@ -28,6 +28,10 @@ class ReasoningFormat:
         """Whether a prompt's last words have opened the tag: the answer begins inside it."""
         return prompt.rstrip().endswith(self.open)
 
+    def is_closed(self, prompt: str) -> bool:
+        """Whether a prompt's last words have closed the tag: there is to be no reasoning."""
+        return prompt.rstrip().endswith(self.close)
+
     def is_left_open(self, answer: str) -> bool:
         """Whether an answer so far has opened the tag and not closed it."""
         return answer.rfind(self.open) > answer.rfind(self.close)
