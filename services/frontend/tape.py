@@ -20,6 +20,8 @@ Reading: TypeAlias = Generator[None, str, T]
 """Waits for characters; "" is the end."""
 
 Put: TypeAlias = Callable[[str], None]
+Direct: TypeAlias = tuple[frozenset[str], Put]
+"""Where a text may go as a whole that has none of these characters: a reader would do the same with each of it."""
 
 BLANK = " \t\n\r"
 _NAME_CHARACTERS = 256
@@ -58,8 +60,7 @@ class Tape:
         self._reasoning: list[str] = []
         self._calls: list[Call] = []
         self._num_calls = 0
-        self._direct: tuple[frozenset[str], Put] | None = None
-        """While a reader waits for a mark and holds nothing: where a text without these characters may go at once."""
+        self._direct: Direct | None = None
         self._reader = read(self)
         next(self._reader, None)
 
@@ -78,10 +79,13 @@ class Tape:
             raise RuntimeError("a reader goes on after the end")
         return self._parts()
 
-    def peek(self) -> Reading[str]:
-        """The next character, "" at the end."""
+    def peek(self, direct: Direct | None = None) -> Reading[str]:
+        """The next character, "" at the end. Where it has to be waited for, text may go on `direct` instead."""
         if not self._ahead:
-            self._ahead.append((yield) or "")
+            self._direct = direct
+            character = (yield) or ""
+            self._direct = None
+            self._ahead.append(character)
         return self._ahead[0]
 
     def take(self, put: Put | None = None) -> str:
@@ -91,6 +95,11 @@ class Tape:
         if put is not None:
             put(character)
         return character
+
+    def take_text(self, text: str, put: Put) -> None:
+        """Takes a text that came `direct`."""
+        self._held.extend(text)
+        put(text)
 
     def text(self, text: str) -> None:
         """Is the answer's text."""
@@ -185,10 +194,7 @@ class Tape:
         lead, held = "".join(self._held), ""
         self._held.clear()
         while True:
-            if not lead and not held and not layout and not self._ahead:
-                self._direct = (stoppers, put)
-            character = yield from self.peek()
-            self._direct = None
+            character = yield from self.peek(None if lead or held or layout else (stoppers, put))
             if not character:
                 if held or not layout:
                     put(lead + held)

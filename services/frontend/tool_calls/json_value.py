@@ -10,6 +10,8 @@ from services.frontend.tape import MalformedError, Put, Reading, Tape
 _WORD = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?|true|false|null", re.ASCII)
 _WORD_CHARACTERS = frozenset("+-.0123456789eEtrufalsn")
 _ESCAPES = frozenset('"\\/bfnrt')
+_NOT_PLAIN = frozenset(map(chr, range(ord(" ")))) | {'"', "\\"}
+"""Characters that are not themselves in a string."""
 _HEX = frozenset("0123456789abcdefABCDEF")
 _CLOSERS = {"{": "}", "[": "]"}
 _ARGUMENTS = ("arguments", "parameters")
@@ -52,8 +54,13 @@ def read_string(tape: Tape, put: Put | None = None) -> Reading[str]:
     if (yield from tape.peek()) != '"':
         raise MalformedError
     written = [tape.take(put)]
+
+    def go_on(text: str) -> None:
+        written.append(text)
+        tape.take_text(text, put or _ignore)
+
     while True:
-        character = yield from tape.peek()
+        character = yield from tape.peek((_NOT_PLAIN, go_on))
         if character < " ":  # the end too
             raise MalformedError
         written.append(tape.take(put))
