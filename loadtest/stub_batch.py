@@ -35,6 +35,10 @@ class PlanError(Exception):
     """The plan contradicts what the executor holds, or a rule of the contract."""
 
 
+class NoIdError(Exception):
+    """A row may draw no id."""
+
+
 def _mix(x: int) -> int:
     x = (x + 0x9E3779B97F4A7C15) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -86,10 +90,11 @@ class Slot:
         self.ids.append(token_id)
         self.state = _mix(self.state + token_id + 1)
 
-    def fail(self) -> None:
-        """No id was sampled. A plan made before that was known counts one, so one is kept; see FailedRow."""
+    def fail(self, *, samples: bool) -> None:
+        """No id comes of a row. Where it was to sample, plans made before that was known count one, so one is kept."""
         self.failed = True
-        self.append(0)
+        if samples:
+            self.append(0)
 
     def kv_until(self, end: int) -> list[int]:
         """What the places before `end` hold when all is well."""
@@ -143,9 +148,6 @@ class Batch:
         if self.last_step is not None and plan.step != self.last_step + 1:
             raise PlanError(f"step {plan.step} follows {self.last_step}")
         self.last_step = plan.step
-        for name in ("forced_ids", "masked_slots"):
-            if getattr(plan, name):
-                raise PlanError(f"{name} is not served")
         for number in _column(plan.freed_slots):
             self._free(number, plan.step)
         for request in plan.started:
@@ -158,20 +160,38 @@ class Batch:
                 self._hold(number, block)
                 self._slot(number).table.append(block)
             self._copy(_column(group.copies))
-        return self._compute(plan)
+        forced = _column(plan.forced_ids)
+        for number, token_id in zip(forced[::2], forced[1::2], strict=True):
+            if token_id >= self.vocab_size or len(self._slot(number).ids) >= self.context_tokens:
+                raise PlanError(f"slot {number}: forced id {token_id} at {len(self._slot(number).ids)}")
+            self._slot(number).append(token_id)
+        rows = self._compute(plan)
+        self._check_masked(_column(plan.masked_slots), rows)
+        return rows
+
+    def _check_masked(self, numbers: list[int], rows: list[Row]) -> None:
+        sampling = {row.number for row in rows if row.samples}
+        if len(set(numbers)) != len(numbers) or not sampling.issuperset(numbers):
+            raise PlanError(f"slots {numbers} are masked, {sorted(sampling)} sample")
 
     @property
     def num_blocks_held(self) -> int:
         """Blocks in tables."""
         return len(self._holders)
 
-    def next_id(self, slot: Slot) -> int:
-        """What the row samples, before any fault is put in. Stop ids are not drawn before min_tokens."""
+    def next_id(self, slot: Slot, allowed: npt.NDArray[np.bool_] | None = None) -> int:
+        """What the row samples, before any fault is put in. Stop ids are not drawn before min_tokens.
+
+        Where a mask (`allowed` [vocab_size]) or min_tokens forbids an id, it is the next one that is free. Raises
+        NoIdError where there is none.
+        """
         token_id = _mix(slot.state if slot.misread is None else slot.misread + slot.seed) % self.vocab_size
-        if slot.output_position < slot.min_tokens:
-            while token_id in slot.stop_ids:
-                token_id = (token_id + 1) % self.vocab_size
-        return token_id
+        stops = slot.stop_ids if slot.output_position < slot.min_tokens else frozenset[int]()
+        for i in range(self.vocab_size):
+            candidate = (token_id + i) % self.vocab_size
+            if candidate not in stops and (allowed is None or allowed[candidate]):
+                return candidate
+        raise NoIdError
 
     def _free(self, number: int, step: int) -> None:
         slot = self._slot(number)

@@ -78,6 +78,7 @@ class StubEngine:
         ids_per_step: int = 1,
         scores_per_step: int = 256,
         fragment_bytes: int = 64 * 1024 * 1024,
+        features: tuple[str, ...] = ("grammar",),
         step_s: float = 0.0,
         heartbeat_s: float = 1.0,
         faults: Faults | None = None,
@@ -101,6 +102,7 @@ class StubEngine:
         self.scores_per_step = scores_per_step
         """Prompt positions of each request."""
         self.fragment_bytes = fragment_bytes
+        self._features = features
         self.fragments: list[engine_pb2.Fragment] = []
         self._step_s = step_s
         self._heartbeat_s = heartbeat_s
@@ -204,6 +206,7 @@ class StubEngine:
         """What a loaded engine says."""
         return engine_pb2.EngineHello(
             version=self.faults.hello_version,
+            features=self._features,
             engine_id=self._engine_id,
             model=self._model,
             fingerprint="f" * 64,

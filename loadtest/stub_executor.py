@@ -24,7 +24,8 @@ import numpy as np
 from triptych.executor.v1 import executor_pb2, executor_pb2_grpc
 
 from loadtest import stub_logprobs
-from loadtest.stub_batch import Batch, PlanError, Row, own_logprob
+from loadtest.stub_batch import Batch, NoIdError, PlanError, Row, own_logprob
+from loadtest.stub_masks import Allowed, StubMasks
 from services.common.server import server_options
 
 HEARTBEAT_INTERVAL_S = 1.0
@@ -61,6 +62,7 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         weights_hash: str = "ab" * 32,
         config_hash: str = "",
         refuse_load: str = "",
+        features: tuple[str, ...] = ("grammar",),
         port: int = 0,
     ) -> None:
         self.vocab_size = vocab_size
@@ -75,12 +77,14 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         self.batches: list[Batch] = []  # of each epoch
         self.batch: Batch | None = None
         self.keep_plans = True
+        self.masks_seen = 0
         self._step_s, self._token_s = step_s, token_s
         self._max_in_flight = max_in_flight
         self._read_back = read_back
         self._weights_hash = weights_hash
         self._config_hash = config_hash
         self._refuse_load = refuse_load
+        self._features = features
         self._gate = asyncio.Event()
         self._gate.set()
         self._passes = 0
@@ -167,6 +171,7 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         loaded = executor_pb2.Loaded(
             version=request.max_version,
             device="stub",
+            features=self._features,
             weights_hash=self._weights_hash,
             config_hash=self._config_hash,
             vocab_size=self.vocab_size,
@@ -202,9 +207,10 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         events: asyncio.Queue[executor_pb2.RunResponse | None] = asyncio.Queue()
         events.put_nowait(_heartbeat(epoch))
         plans: asyncio.Queue[_Taken] = asyncio.Queue()
+        masks = StubMasks(self.vocab_size)
         tasks = [
-            asyncio.create_task(self._take(request_iterator, plans, events)),
-            asyncio.create_task(self._work(plans, events)),
+            asyncio.create_task(self._take(request_iterator, plans, masks, events)),
+            asyncio.create_task(self._work(plans, masks, events)),
             asyncio.create_task(_beat(epoch, events)),
         ]
         try:
@@ -231,11 +237,23 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         )
 
     async def _take(
-        self, requests: Any, plans: asyncio.Queue[_Taken], events: asyncio.Queue[executor_pb2.RunResponse | None]
+        self,
+        requests: Any,
+        plans: asyncio.Queue[_Taken],
+        masks: StubMasks,
+        events: asyncio.Queue[executor_pb2.RunResponse | None],
     ) -> None:
-        """Reads plans as they come; the results read ahead of are at most `max_in_flight` - 1."""
+        """Reads plans and masks as they come; the results read ahead of are at most `max_in_flight` - 1."""
         self._under_way = 0
         async for request in requests:
+            if request.HasField("masks"):
+                self.masks_seen += len(request.masks.masks)
+                try:
+                    masks.put(request.masks)
+                except PlanError as error:
+                    self._fault(events, error)
+                    return
+                continue
             if self._under_way >= self._max_in_flight:
                 self._fault(events, PlanError(f"a plan came while {self._under_way} were in flight"))
                 return
@@ -245,7 +263,12 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
                 self._arrived.set()
             plans.put_nowait(_Taken(request.plan, time.time_ns()))
 
-    async def _work(self, plans: asyncio.Queue[_Taken], events: asyncio.Queue[executor_pb2.RunResponse | None]) -> None:
+    async def _work(
+        self,
+        plans: asyncio.Queue[_Taken],
+        masks: StubMasks,
+        events: asyncio.Queue[executor_pb2.RunResponse | None],
+    ) -> None:
         batch = self.batch = self._new_batch()
         self.batches.append(batch)
         step = 0
@@ -253,7 +276,7 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             while True:
                 taken = await plans.get()
                 step += 1
-                result = await self._step(batch, step, taken)
+                result = await self._step(batch, step, taken, masks)
                 if result is None:
                     events.put_nowait(None)
                     return
@@ -268,7 +291,7 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         self._violations.append(str(error))
         events.put_nowait(_fault(executor_pb2.FAULT_KIND_BAD_PLAN, str(error)))
 
-    async def _step(self, batch: Batch, step: int, taken: _Taken) -> executor_pb2.StepResult | None:
+    async def _step(self, batch: Batch, step: int, taken: _Taken, masks: StubMasks) -> executor_pb2.StepResult | None:
         wait_us = (time.time_ns() - taken.received_unix_ns) // 1000
         rows = batch.take(taken.plan)
         await self._pass_gate()
@@ -282,7 +305,8 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             return None
         if faulty and step == self.faults.hang_at_step:
             await asyncio.Event().wait()
-        result = self._result(batch, taken.plan.step, rows)
+        masked = frozenset(np.frombuffer(taken.plan.masked_slots, "<u4").tolist())
+        result = self._result(batch, taken.plan.step, rows, await masks.take(taken.plan.step, masked))
         result.received_unix_ns = taken.received_unix_ns
         result.wait_us = max(0, wait_us)
         result.execute_us = round(1e6 * pause_s)
@@ -291,7 +315,9 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             result.token_ids += b"\0\0\0\0"
         return result
 
-    def _result(self, batch: Batch, step: int, rows: list[Row]) -> executor_pb2.StepResult:
+    def _result(
+        self, batch: Batch, step: int, rows: list[Row], masks: Mapping[int, Allowed]
+    ) -> executor_pb2.StepResult:
         counts: list[int] = []
         ids: list[int] = []
         places: list[int] = []
@@ -301,19 +327,19 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         scored: list[executor_pb2.PromptLogprobs] = []
         for row in rows:
             at = (row.slot.seed, row.slot.output_position)
-            idless = row.samples and at in self.faults.idless_rows
+            token_id = self._drawn(batch, row, masks.get(row.number))
+            idless = row.samples and (token_id is None or at in self.faults.idless_rows)
             if row.slot.failed or idless or (row.samples and at in self.faults.failed_rows):
                 kind = executor_pb2.FAULT_KIND_NO_ID_LEFT if idless else executor_pb2.FAULT_KIND_BAD_LOGITS
                 failed.append(executor_pb2.FailedRow(slot=row.number, kind=kind))
-                row.slot.fail()
+                row.slot.fail(samples=row.samples)
                 counts.append(0)
                 continue
             if row.scored:
                 scored.append(_scores(row))
-            if not row.samples:
+            if token_id is None:
                 counts.append(0)
                 continue
-            token_id = batch.next_id(row.slot)
             row.slot.append(token_id)
             token_id = self.faults.bad_ids.get(at, token_id)
             if row.slot.logprobs is not None:
@@ -333,6 +359,14 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             result.logprobs.CopyFrom(stub_logprobs.columns(own, tops))
             result.logprobs.places = b"" if len(own) == len(ids) else np.array(places, dtype="<u4").tobytes()
         return result
+
+    @staticmethod
+    def _drawn(batch: Batch, row: Row, allowed: Allowed | None) -> int | None:
+        """None where the row does not sample, or has no id to draw."""
+        try:
+            return batch.next_id(row.slot, allowed) if row.samples else None
+        except NoIdError:
+            return None
 
 
 @dataclass(frozen=True)

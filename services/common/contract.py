@@ -12,6 +12,10 @@ from services.common.errors import unserved
 PROTOCOL_VERSION = 1
 """The version of the two internal contracts that this code speaks; the hellos carry a range."""
 
+GRAMMAR = "grammar"
+"""A feature of the hellos: between frontend and scheduler Submit.grammar, between scheduler and executor masks and
+forced ids."""
+
 SAMPLING = "triptych.inference.v1.Sampling"
 SERVED_SAMPLING = frozenset(
     {
@@ -28,6 +32,17 @@ SERVED_SAMPLING = frozenset(
     }
 )
 """Fields of Sampling served; the same at all three doors, since it travels through them unread."""
+
+
+SERVED_GRAMMAR = {
+    "triptych.inference.v1.Grammar": frozenset(
+        {"json_schema", "regex", "lark", "choices", "structural_tags", "forced_tokens"}
+    ),
+    "triptych.inference.v1.Grammar.Choices": frozenset({"values"}),
+    "triptych.inference.v1.Grammar.StructuralTags": frozenset({"tags", "required", "single", "text_until"}),
+    "triptych.inference.v1.Grammar.Tag": frozenset({"begin", "json_schema", "end", "trigger"}),
+}
+"""Messages of a grammar and their fields served, at the frontend's door and the scheduler's."""
 
 
 class Door:

@@ -133,6 +133,7 @@ class PersistentBatch:
             self._check_started(columns, started, plan)
         self._check_new_blocks(columns, plan)
         self._check_copies(plan)
+        self._check_forced(columns, plan)
         self._check_rows(columns, plan)
         self._check_masked(columns, plan)
         self._write(plan)
@@ -178,12 +179,14 @@ class PersistentBatch:
         return np.where(newest & (self._columns.drawn[slots] == 1), slots, -1)
 
     def fail(self, slots: Int64s) -> None:
-        """Marks `slots`, whose rows gave no id. A plan made before that was known still counts one, so one is kept,
+        """Marks `slots`, whose rows of this step give no id. May be told of one twice.
 
-        but for a slot whose ids fill the context: no plan counts more of it.
+        Plans made before that was known count on what the rows would have given: one id of each that has reached the
+        end of its ids, none of a prefill that goes on. So that one, an id that nobody reads, is kept.
         """
-        self._columns.failed[slots] = 1
-        slots = slots[self._columns.tokens[slots] <= self.settings.context_tokens]
+        columns = self._columns
+        columns.failed[slots] = 1
+        slots = slots[columns.computed[slots] == columns.tokens[slots]]
         self.append(slots, np.zeros(len(slots), np.int64))
 
     def _check_freed(self, columns: _Columns, plan: Plan) -> None:
@@ -278,6 +281,24 @@ class PersistentBatch:
         if astray := destinations[~np.isin(destinations, np.concatenate(held))].tolist():
             raise BadPlanError(f"copies: destination {astray[0]} is a block of no slot")
 
+    def _check_forced(self, columns: _Columns, plan: Plan) -> None:
+        """Checks the ids that are appended instead of drawn, and counts them."""
+        if not plan.forced_ids.size:
+            return
+        slots, ids = plan.forced_ids[:, 0], plan.forced_ids[:, 1]
+        if slots.max() >= self.settings.max_slots:
+            raise BadPlanError(f"forced_ids: slot {slots.max()} is past the {self.settings.max_slots} slots")
+        if ids.max() >= self.vocab_size:
+            raise BadPlanError(f"forced_ids holds id {ids.max()}, the vocabulary has {self.vocab_size}")
+        if idle := slots[columns.tokens[slots] == 0].tolist():
+            raise BadPlanError(f"forced_ids names slot {idle[0]}, which is not in use", (idle[0],))
+        np.add.at(columns.tokens, slots, 1)
+        columns.drawn[slots] = 0
+        if at := slots[columns.tokens[slots] > self.settings.context_tokens].tolist():
+            raise BadPlanError(
+                f"forced_ids: slot {at[0]} goes past the {self.settings.context_tokens} tokens of context", (at[0],)
+            )
+
     def _check_rows(self, columns: _Columns, plan: Plan) -> None:
         """Checks the rows and moves their computed counts."""
         slots, counts = self._slots(plan.slots, "slots"), plan.token_counts
@@ -349,6 +370,17 @@ class PersistentBatch:
             grown.append(slot * entries + filled[slot])
             filled[slot] += 1
         self.table_changes = np.concatenate([*changes, np.array(grown, np.int64)])
+        self._write_forced(plan)
+
+    def _write_forced(self, plan: Plan) -> None:
+        if not plan.forced_ids.size:
+            return
+        known = self._columns.tokens.copy()
+        for started in plan.started:
+            known[started.slot] = len(started.token_ids)
+        for slot, token_id in plan.forced_ids.tolist():
+            self._ids[slot, known[slot]] = token_id
+            known[slot] += 1
 
     def _gather(self, plan: Plan) -> StepInputs:
         places = np.flatnonzero(self._columns.failed[plan.slots] == 0)

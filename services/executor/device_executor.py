@@ -357,7 +357,8 @@ class _Step:
         self.drawn_ids = np.where(failed, 0, as_array(self._token_ids))
         logprobs = Logprobs.none() if self._logprobs is None else self._logprobs.told(self._drawn.tops)
         good = ~failed[self._drawn.scored]
-        return Sampled(self.drawn_ids, failed, self._drawn.scored[good], logprobs.where(good))
+        idless = np.zeros(len(failed), np.bool_)
+        return Sampled(self.drawn_ids, failed, self._drawn.scored[good], logprobs.where(good), idless)
 
 
 def _told(sizes: Sequence[int]) -> str:

@@ -10,7 +10,7 @@ import torch
 from triptych.executor.v1 import executor_pb2 as pb
 from triptych.inference.v1 import generation_pb2
 
-from services.common.contract import PROTOCOL_VERSION, SAMPLING, SERVED_SAMPLING, Door
+from services.common.contract import GRAMMAR, PROTOCOL_VERSION, SAMPLING, SERVED_SAMPLING, Door
 from services.common.errors import RequestError, invalid, unserved
 from services.executor.dtypes import CPU_DTYPES, Dtypes
 from services.executor.executor import Facts
@@ -19,8 +19,8 @@ from services.executor.masks import CACHE_SIZE, Mask, Words, allowing
 from services.executor.plan import MAX_IN_FLIGHT, BadPlanError, Int64s, Outcome, Plan, Settings, Started
 from services.executor.sampling_params import SamplingParams
 
-FEATURES: tuple[str, ...] = ()
-"""Optional parts of the contract served; none yet."""
+FEATURES = (GRAMMAR,)
+"""Optional parts of the contract served."""
 
 _DTYPES = {
     pb.D_TYPE_FLOAT32: torch.float32,
@@ -62,6 +62,7 @@ _SERVED = {
             "freed_slots",
             "started",
             "groups",
+            "forced_ids",
             "slots",
             "token_counts",
             "masked_slots",
@@ -194,6 +195,7 @@ def plan(message: pb.StepPlan) -> Plan:
         deadline_s=message.deadline_ms / 1000 if message.deadline_ms else None,
         copies=_pairs(group.copies, "copies", "(source, destination)"),
         masked_slots=_column(message.masked_slots, "masked_slots"),
+        forced_ids=_pairs(message.forced_ids, "forced_ids", "(slot, token id)"),
         message=message.SerializeToString(),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from services.frontend.best_of import BestOf
 from services.frontend.coalescing import Coalescer, fits_a_message
 from services.frontend.engine import Outputs, Scores
 from services.frontend.generation import Choice
@@ -20,13 +21,15 @@ class Answer:
     """
 
     def __init__(self, job: Job, tokenizer: TextTokenizer) -> None:
+        self._num_returned = job.options.n
         self._scores_alone = job.max_tokens == 0
         self._scores = PromptScores(job)
-        self._choices = [Choice(job, tokenizer) for _ in range(job.options.n)]
-        self._coalescer = Coalescer(job.options.hold, job.options.n)
-        self._at_once = job.options.hold == Hold() and job.options.n == 1
+        run = job.options.num_choices
+        self._choices = [Choice(job, tokenizer, index) for index in range(run)]
+        self._coalescer = _coalescer(job)
+        self._at_once = job.options.hold == Hold() and run == 1 and job.options.best_of is None
         """A call that waits is handed the delta itself; for one that does not the coalescer keeps it."""
-        self._num_running = job.options.n
+        self._num_running = run
         self._error: Exception | None = None
         self._loop = asyncio.get_running_loop()
         self._reader: asyncio.Future[list[tuple[int, Delta]]] | None = None
@@ -94,9 +97,9 @@ class Answer:
         self._wake()
 
     def nothing(self) -> list[tuple[int, Delta]]:
-        """The answer to max_tokens 0: a finish a choice, and no ids."""
+        """The answer to max_tokens 0: a finish for each choice that is returned, and no ids."""
         self._num_running = 0
-        return [(index, choice.nothing()) for index, choice in enumerate(self._choices)]
+        return [(index, choice.nothing()) for index, choice in enumerate(self._choices[: self._num_returned])]
 
     async def take(self) -> list[tuple[int, Delta]]:
         """What the client is to have now, each choice at most once, as soon as there is any.
@@ -150,3 +153,9 @@ class Answer:
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result([])
+
+
+def _coalescer(job: Job) -> Coalescer | BestOf:
+    if job.options.best_of is None or job.max_tokens == 0:
+        return Coalescer(job.options.hold, job.options.n)
+    return BestOf(job.options.best_of, job.options.n)

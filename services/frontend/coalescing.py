@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from services.frontend.request import Delta, Hold
+from services.frontend.request import Called, Delta, Hold
 
 MOST_IDS = 4096
 """Of a choice in one message, alternatives to its ids included: with logprobs about 120 KB, so that 16 choices of a
@@ -132,4 +132,16 @@ def _joined(parts: list[Delta]) -> Delta:
         logprobs=tuple(itertools.chain.from_iterable(part.logprobs for part in parts)),
         stopped=parts[-1].stopped,
         cumulative_logprob=parts[-1].cumulative_logprob,
+        reasoning="".join(part.reasoning for part in parts),
+        calls=_joined_calls(parts),
+    )
+
+
+def _joined_calls(parts: list[Delta]) -> tuple[Called, ...]:
+    pieces: dict[int, list[Called]] = {}
+    for called in itertools.chain.from_iterable(part.calls for part in parts):
+        pieces.setdefault(called.index, []).append(called)
+    return tuple(
+        Called(index, first.id, first.name, "".join(piece.arguments for piece in (first, *rest)))
+        for index, (first, *rest) in pieces.items()
     )

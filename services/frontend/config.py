@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from services.common.config import Address, ServiceConfig
+from services.frontend.grammar_check import Budget as GrammarBudget
 from services.frontend.request import Limits
+from services.frontend.template_processes import Budget as TemplateBudget
 
 
 class FrontendConfig(ServiceConfig):
@@ -25,10 +27,24 @@ class FrontendConfig(ServiceConfig):
     )
     max_message_bytes: int = Field(4 * 1024 * 1024, ge=4096, description="largest message of the public API, both ways")
     max_prompt_bytes: int = Field(
-        1024 * 1024, ge=1, description="UTF-8 bytes of a text prompt, or of all messages of a chat together"
+        1024 * 1024, ge=1, description="UTF-8 bytes of a text prompt, or of all that a chat holds"
     )
     max_messages: int = Field(2048, ge=1, description="messages a chat may have")
-    max_content_parts: int = Field(4096, ge=1, description="content parts of all messages of a chat together")
+    max_content_parts: int = Field(
+        4096, ge=1, description="content parts and tool calls of all messages of a chat together"
+    )
+    max_tools: int = Field(128, ge=0, description="tools a chat may have")
+    max_tool_schema_bytes: int = Field(64 * 1024, ge=2, description="UTF-8 bytes of the JSON Schema of one tool")
+    max_rendered_bytes: int = Field(
+        4 * 1024 * 1024, ge=1, description="UTF-8 bytes of what a chat template may make of a chat"
+    )
+    template_timeout_s: float = Field(5.0, gt=0, description="seconds that a chat template may take; then it is ended")
+    tool_call_format: Literal[
+        "auto", "none", "hermes", "llama3_json", "pythonic", "mistral", "mistral_v11", "deepseek_v3", "deepseek_v31"
+    ] = Field("auto", description="how the model writes tool calls; auto: what its chat template shows")
+    reasoning_format: Literal["auto", "none", "think", "mistral"] = Field(
+        "auto", description="how the model sets reasoning apart; auto: what its chat template shows"
+    )
     max_choices: int = Field(16, ge=1, description="choices a request may ask for; an engine may take fewer")
     max_logprobs: int = Field(
         20, ge=0, description="alternatives to each id that a request may ask for; an engine may take fewer"
@@ -44,6 +60,18 @@ class FrontendConfig(ServiceConfig):
     max_banned_token_ids: int = Field(4096, ge=0, description="banned_token_ids a request may have")
     max_detokenize_ids: int = Field(256 * 1024, ge=1, description="ids of one Detokenize")
     max_cache_salt_bytes: int = Field(256, ge=0, description="UTF-8 bytes of a cache_salt")
+    max_grammar_bytes: int = Field(
+        64 * 1024,
+        ge=1,
+        le=512 * 1024,
+        description="UTF-8 bytes of a grammar's texts: schemas, expressions, choices, tags",
+    )
+    grammar_compile_s: float = Field(
+        5.0, gt=0, le=600, description="seconds that a grammar may take to compile, in a process of its own"
+    )
+    grammar_compile_bytes: int = Field(
+        256 * 1024 * 1024, ge=16 * 1024 * 1024, description="memory that process may take for it"
+    )
     min_priority: int = Field(
         -1000,
         ge=-1000,
@@ -62,6 +90,14 @@ class FrontendConfig(ServiceConfig):
             raise ValueError(f"must be below max_message_bytes, {message_bytes}, which holds the prompt")
         return prompt_bytes
 
+    def template_budget(self) -> TemplateBudget:
+        """Of rendering a chat."""
+        return TemplateBudget(time_s=self.template_timeout_s, text_bytes=self.max_rendered_bytes)
+
+    def grammar_budget(self) -> GrammarBudget:
+        """Of one grammar."""
+        return GrammarBudget(self.max_grammar_bytes, self.grammar_compile_s, self.grammar_compile_bytes)
+
     def limits(self) -> Limits:
         """Of one request."""
         return Limits(
@@ -69,6 +105,8 @@ class FrontendConfig(ServiceConfig):
             prompt_bytes=self.max_prompt_bytes,
             messages=self.max_messages,
             content_parts=self.max_content_parts,
+            tools=self.max_tools,
+            tool_schema_bytes=self.max_tool_schema_bytes,
             choices=self.max_choices,
             logprobs=self.max_logprobs,
             scored_tokens=self.max_scored_tokens,
@@ -80,6 +118,7 @@ class FrontendConfig(ServiceConfig):
             banned_token_ids=self.max_banned_token_ids,
             detokenize_ids=self.max_detokenize_ids,
             cache_salt_bytes=self.max_cache_salt_bytes,
+            grammar_bytes=self.max_grammar_bytes,
             min_priority=self.min_priority,
             min_delta_tokens=self.max_min_delta_tokens,
             min_delta_interval_ms=self.max_min_delta_interval_ms,

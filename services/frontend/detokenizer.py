@@ -59,6 +59,14 @@ class Detokenizer:
         self._context, self._held = self._held, []
         return self._unsent(text) if self._sent or self._prompts_broken else text
 
+    def show(self, token_id: int) -> str:
+        """A special id as it is written, whether or not such are skipped, after what was held back."""
+        if token_id not in self._skipped:
+            return self.push(token_id)
+        held = self.flush()
+        self._restart(self._context, [])
+        return held + self._tokenizer.written(token_id)
+
     def flush(self) -> str:
         """What is still held when no more ids come: at most one U+FFFD for a broken end."""
         if not self._started or not self._held:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from triptych.inference.v1 import inference_pb2
-
-from services.common.contract import SAMPLING, SERVED_SAMPLING, Door
-from services.common.errors import invalid, unserved
+from services.common.contract import SAMPLING, SERVED_GRAMMAR, SERVED_SAMPLING, Door
 
 _PACKAGE = "triptych.inference.v1."
 
@@ -13,14 +10,29 @@ _SERVED = {
     "GenerateRequest": {"model", "text", "token_ids", "add_special_tokens", "options"},
     "GenerateUnaryRequest": {"request"},
     "TokenIds": {"ids"},
-    "ChatRequest": {"model", "messages", "options"},
+    "ChatRequest": {
+        "model",
+        "messages",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "continue_final_message",
+        "template_args",
+        "options",
+    },
     "ChatUnaryRequest": {"request"},
-    "ChatMessage": {"role", "content"},
-    "ContentPart": {"text"},
+    "ChatMessage": {"role", "content", "name", "reasoning", "tool_calls", "tool_call_id"},
+    "ContentPart": {"text", "media"},  # media is refused by its type, behind the door
+    "Media": {"mime_type", "data"},
+    "ToolCall": {"index", "id", "name", "arguments"},
+    "Tool": {"name", "description", "parameters_json_schema", "strict"},
+    "ToolChoice": {"mode", "name"},
     "Options": {
         "sampling",
         "seed",
         "n",
+        "best_of",
+        "grammar",
         "max_tokens",
         "min_tokens",
         "stop",
@@ -30,6 +42,7 @@ _SERVED = {
         "logprobs",
         "prompt_logprobs",
         "echo",
+        "raw_bytes",
         "skip_special_tokens",
         "min_delta_tokens",
         "min_delta_interval_ms",
@@ -43,36 +56,14 @@ _SERVED = {
     "ListModelsRequest": set[str](),
 }
 
-DOOR = Door({SAMPLING: SERVED_SAMPLING} | {_PACKAGE + name: frozenset(fields) for name, fields in _SERVED.items()})
-
-_ROLES: dict[int, str] = {
-    inference_pb2.ROLE_SYSTEM: "system",
-    inference_pb2.ROLE_DEVELOPER: "developer",
-    inference_pb2.ROLE_USER: "user",
-    inference_pb2.ROLE_ASSISTANT: "assistant",
+_STRUCT = {
+    "google.protobuf.Struct": frozenset({"fields"}),
 }
+"""Its values are read behind the door, which looks at no map's."""
 
-
-def read_messages(chat: inference_pb2.ChatRequest, path: str) -> tuple[tuple[str, str], ...]:
-    """(role, text) of each message, its parts joined. Raises RequestError; `path` is of the field, for messages."""
-    if not chat.messages:
-        raise invalid(path, "is empty; a chat needs one message or more")
-    return tuple(
-        (_role(message.role, f"{path}[{i}].role"), _text(message, f"{path}[{i}].content"))
-        for i, message in enumerate(chat.messages)
-    )
-
-
-def _role(role: int, path: str) -> str:
-    if role in _ROLES:
-        return _ROLES[role]
-    if role == inference_pb2.ROLE_TOOL:
-        raise unserved(path, "ROLE_TOOL is not served yet")
-    raise invalid(path, f"is {role}; one of {', '.join(sorted(_ROLES.values()))} is needed")
-
-
-def _text(message: inference_pb2.ChatMessage, path: str) -> str:
-    for i, part in enumerate(message.content):
-        if part.WhichOneof("part") is None:
-            raise invalid(f"{path}[{i}]", "holds neither text nor media")
-    return "".join(part.text for part in message.content)
+DOOR = Door(
+    {SAMPLING: SERVED_SAMPLING}
+    | SERVED_GRAMMAR
+    | _STRUCT
+    | {_PACKAGE + name: frozenset(fields) for name, fields in _SERVED.items()}
+)

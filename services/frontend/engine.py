@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.common.errors import RequestError
+from services.common.grammar import Grammar
 from services.frontend.request import Logprob, Sampling
 
 
@@ -40,11 +41,12 @@ class Submission:
     tenant: str = ""
     digests: BlockDigests | None = None
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True)
 class EngineFinish:
-    """The engine's last word on a choice: `reason` "stop" or "length"; `stop_id` is the id that stopped it."""
+    """The engine's last word on a choice: `reason` "stop" or "length"; `stop_id` is the id that stopped it, if any."""
 
     reason: str
     stop_id: int | None

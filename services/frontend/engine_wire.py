@@ -13,8 +13,9 @@ import numpy.typing as npt
 from triptych.engine.v1 import engine_pb2
 from triptych.inference.v1 import generation_pb2
 
-from services.common.contract import PROTOCOL_VERSION
+from services.common.contract import GRAMMAR, PROTOCOL_VERSION
 from services.common.errors import RequestError
+from services.common.grammar import to_proto
 from services.frontend.engine import EngineFinish, Outputs, Scores, StepReport, Submission
 from services.frontend.request import EngineFacts, Logprob, Sampling
 
@@ -23,6 +24,10 @@ _RETRY_AFTER_S = 1.0
 _CODES = {code.value[0]: code for code in grpc.StatusCode if code is not grpc.StatusCode.OK}
 _REASONS = {generation_pb2.FINISH_REASON_STOP: "stop", generation_pb2.FINISH_REASON_LENGTH: "length"}
 LOWEST_LOGPROB = -9999.0
+
+
+FEATURES = (GRAMMAR,)
+"""Optional parts of the contract that this frontend knows."""
 
 
 class EngineContractError(Exception):
@@ -35,6 +40,7 @@ def hello(frontend_id: str, tokenizer_hash: str) -> engine_pb2.AttachRequest:
         hello=engine_pb2.FrontendHello(
             min_version=PROTOCOL_VERSION,
             max_version=PROTOCOL_VERSION,
+            features=FEATURES,
             frontend_id=frontend_id,
             tokenizer_hash=tokenizer_hash,
         )
@@ -60,6 +66,7 @@ def submit(request_id: int, submission: Submission) -> engine_pb2.AttachRequest:
             stop_ids=_column(submission.stop_ids, "<u4"),
             logprobs=submission.logprobs,
             prompt_logprobs=submission.prompt_logprobs,
+            grammar=None if submission.grammar is None else to_proto(submission.grammar),
             priority=submission.priority,
             tenant=submission.tenant,
             block_digests=submission.digests.blocks if submission.digests else b"",
@@ -109,6 +116,7 @@ def read_hello(message: engine_pb2.EngineHello) -> EngineFacts:
         max_choices=max(message.max_choices, 1),
         max_logprobs=message.max_logprobs,
         fragment_bytes=message.fragment_bytes,
+        features=frozenset(message.features),
     )
 
 

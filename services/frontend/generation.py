@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 
 import grpc
 
 from services.common.errors import RequestError
 from services.frontend.detokenizer import Detokenizer
 from services.frontend.engine import EngineFinish, Outputs
-from services.frontend.request import Delta, Job, Logprob, Stopped
+from services.frontend.output_reader import CallIds, OutputReader
+from services.frontend.request import Called, Delta, Job, Logprob, Stopped
 from services.frontend.stops import StopMatcher
+from services.frontend.tape import Parts
 from services.frontend.tokenizer import TextTokenizer
 
 
@@ -20,12 +24,17 @@ class Choice:
     `push` raises RequestError(INTERNAL) for output that cannot be right or that the tokenizer cannot read.
     """
 
-    def __init__(self, job: Job, tokenizer: TextTokenizer) -> None:
+    def __init__(self, job: Job, tokenizer: TextTokenizer, index: int = 0) -> None:
         self._job = job
         self._vocab_size = job.engine.vocab_size
+        self._gets_logprobs = job.options.engine_logprobs is not None
         self._wants_logprobs = job.options.logprobs is not None
         self._alternatives = min(job.options.logprobs or 0, self._vocab_size)
         self._may_match = bool(job.options.stop)
+        self._reader = OutputReader(job.formats) if job.formats is not None else None
+        self._call_ids = CallIds(job.prompt_ids, job.options.seed, index)
+        self._marks = tokenizer.special_among(job.formats.marks) if job.formats is not None else frozenset()
+        """Special ids that a reader must see, though text leaves them out."""
         self._detokenizer = Detokenizer(tokenizer, job.prompt_ids, skip_special_tokens=job.options.skip_special_tokens)
         self._stops = StopMatcher(job.options.stop, include=job.options.include_stop_string)
         self._cumulative_logprob = 0.0
@@ -44,27 +53,54 @@ class Choice:
                 text += self._finish(outputs.finish)
         except Exception as error:
             raise _broken("DETOKENIZE", f"the tokenizer cannot decode what the model wrote: {error}") from error
-        if not self._wants_logprobs:
-            return Delta(text, outputs.token_ids[:kept], (), self.stopped)
-        logprobs = outputs.logprobs[:kept]
-        self._cumulative_logprob += sum(entry.logprob for entry in logprobs)
-        cumulative = None if self.stopped is None else self._cumulative_logprob
-        return Delta(text, outputs.token_ids[:kept], logprobs, self.stopped, cumulative)
+        delta = Delta(text, outputs.token_ids[:kept], (), self.stopped)
+        if self._gets_logprobs:
+            delta = self._with_logprobs(delta, outputs.logprobs[:kept])
+        return delta if self._reader is None else self._with_parts(delta, self._reader)
 
     def nothing(self) -> Delta:
         """The answer to max_tokens 0: a finish, and no ids."""
         self.stopped = Stopped("length")
-        return Delta(stopped=self.stopped, cumulative_logprob=0.0 if self._wants_logprobs else None)
+        return Delta(stopped=self.stopped, cumulative_logprob=0.0 if self._gets_logprobs else None)
+
+    def _with_logprobs(self, delta: Delta, logprobs: tuple[Logprob, ...]) -> Delta:
+        self._cumulative_logprob += sum(entry.logprob for entry in logprobs)
+        return delta._replace(
+            logprobs=logprobs if self._wants_logprobs else (),
+            cumulative_logprob=None if self.stopped is None else self._cumulative_logprob,
+        )
+
+    def _with_parts(self, delta: Delta, reader: OutputReader) -> Delta:
+        """The delta, its raw text taken apart; at the end with what the reader held back."""
+        found = [reader.push(delta.text)]
+        if self.stopped is not None:
+            found.append(reader.finish())
+            if self.stopped.reason == "stop" and reader.whole_calls:
+                self.stopped = replace(self.stopped, reason="tool_calls")
+        return delta._replace(
+            text="".join(parts.text for parts in found),
+            reasoning="".join(parts.reasoning for parts in found),
+            calls=tuple(called for parts in found for called in self._called(parts)),
+            stopped=self.stopped,
+        )
+
+    def _called(self, parts: Parts) -> Iterator[Called]:
+        for call in parts.calls:
+            if call.name:
+                yield Called(call.index, self._call_ids.of(call), call.name, call.arguments)
+            elif call.arguments:
+                yield Called(call.index, arguments=call.arguments)
 
     def _read(self, token_ids: tuple[int, ...]) -> tuple[str, int]:
         """(text that may be sent, how many of the ids are kept)."""
-        if not self._may_match:
+        if not self._may_match and not self._marks:
             self.num_tokens += len(token_ids)
             return "".join(map(self._detokenizer.push, token_ids)), len(token_ids)
         pieces = []
         for place, token_id in enumerate(token_ids):
             self.num_tokens += 1
-            pieces.append(self._scan(self._detokenizer.push(token_id)))
+            shown = self._detokenizer.show if token_id in self._marks else self._detokenizer.push
+            pieces.append(self._scan(shown(token_id)))
             if self.stopped is not None:
                 return "".join(pieces), place + 1
         return "".join(pieces), len(token_ids)
@@ -95,7 +131,7 @@ class Choice:
                 raise _broken(
                     "BAD_TOKEN_ID", f"the engine sampled id {token_id}, the vocabulary has {self._vocab_size}"
                 )
-        if self._wants_logprobs:
+        if self._gets_logprobs:
             self._check_logprobs(outputs.logprobs, len(outputs.token_ids))
 
     def _check_logprobs(self, logprobs: tuple[Logprob, ...], num_ids: int) -> None:

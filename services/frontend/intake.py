@@ -6,10 +6,15 @@ from dataclasses import replace
 
 from triptych.inference.v1 import inference_pb2
 
-from services.common.errors import invalid
-from services.frontend.door import read_messages
+from services.common.contract import GRAMMAR
+from services.common.errors import RequestError, invalid, unserved
+from services.common.grammar import Grammar
+from services.frontend import tool_grammar
+from services.frontend.chat_door import read_chat
+from services.frontend.conversation import Conversation
+from services.frontend.grammar_check import GrammarCheck
 from services.frontend.request import EngineFacts, Job, Limits, Options
-from services.frontend.served_model import ServedModel
+from services.frontend.served_model import ChatPrompt, ServedModel
 from services.frontend.tokenizer import off_loop
 from services.frontend.validation import check_choice, check_fits, check_ids, check_scored, output_length, read_options
 
@@ -17,14 +22,15 @@ from services.frontend.validation import check_choice, check_fits, check_ids, ch
 class Intake:
     """Reads requests of one model. `path` is where the request stands in the message that came, "" or "request."."""
 
-    def __init__(self, model: ServedModel, limits: Limits) -> None:
+    def __init__(self, model: ServedModel, grammars: GrammarCheck, limits: Limits) -> None:
         self._model = model
+        self._grammars = grammars
         self._limits = limits
 
     async def generate(self, request: inference_pb2.GenerateRequest, facts: EngineFacts, path: str = "") -> Job:
         """A job for a text or token-id prompt. Raises RequestError."""
         self._model.check_name(request.model)
-        options = self._options(request.options, facts, path)
+        options = await self._options(request.options, facts, path)
         prompt_ids = await self._prompt(request, options, facts, path)
         kind = request.WhichOneof("prompt")
         job = self._job(prompt_ids, options, facts, prompt_field=f"{path}{kind}", path=path)
@@ -33,10 +39,13 @@ class Intake:
     async def chat(self, request: inference_pb2.ChatRequest, facts: EngineFacts, path: str = "") -> Job:
         """A job for a conversation. Raises RequestError."""
         self._model.check_name(request.model)
-        options = self._options(request.options, facts, path)
+        options = await self._options(request.options, facts, path)
+        conversation = await self._conversation(request, path)
         field = f"{path}messages"
-        prompt_ids = await self._model.encode_chat(read_messages(request, field), field)
-        return await self._echoing(self._job(prompt_ids, options, facts, prompt_field=field, path=path))
+        prompt = await self._model.encode_chat(conversation, field)
+        job = self._job(prompt.ids, options, facts, prompt_field=field, path=path)
+        options = replace(options, grammar=await self._grammar(conversation, prompt, options, facts, path))
+        return await self._echoing(replace(job, options=options, formats=prompt.formats))
 
     async def tokenize(self, request: inference_pb2.TokenizeRequest) -> tuple[int, ...]:
         """The ids that Generate or Chat would make of the same input. Raises RequestError."""
@@ -48,10 +57,38 @@ class Intake:
             return await self._model.encode_text(request.text, add_special_tokens=_wants_special(request))
         if request.HasField("add_special_tokens"):
             raise invalid("add_special_tokens", "is for text; a chat has what its template writes")
-        if request.chat.HasField("options"):
-            raise invalid("chat.options", "is for a generation; it changes no ids of the prompt")
+        for name in ("options", "parallel_tool_calls"):
+            if request.chat.HasField(name):
+                raise invalid(f"chat.{name}", "is for a generation; it changes no ids of the prompt")
         self._model.check_name(request.chat.model)
-        return await self._model.encode_chat(read_messages(request.chat, "chat.messages"), "chat.messages")
+        conversation = await self._conversation(request.chat, "chat.")
+        return (await self._model.encode_chat(conversation, "chat.messages")).ids
+
+    async def _grammar(
+        self, conversation: Conversation, prompt: ChatPrompt, options: Options, facts: EngineFacts, path: str
+    ) -> Grammar | None:
+        """What the answer is held to: what its tools promise, else what the options say. Raises RequestError."""
+        use = conversation.tool_use
+        promised, form = tool_grammar.promise(use), self._model.call_format(use)
+        if not promised or form is None:
+            return options.grammar
+        if GRAMMAR not in facts.features:
+            raise unserved(f"{path}{promised}", "needs grammars, which this engine does not serve")
+        if options.grammar is not None:
+            raise invalid(f"{path}options.grammar", f"is set beside {promised}, which is a grammar too; leave one out")
+        if options.ignore_eos:
+            raise invalid(f"{path}options.ignore_eos", f"is set beside {promised}, which says where the answer may end")
+        grammar = tool_grammar.make(use, form, text_until=prompt.reasoning_until)
+        try:
+            await self._grammars.check(grammar, tool_grammar.PATH)
+        except RequestError as error:
+            raise tool_grammar.blame(error, use, f"{path}{promised}", path) from error
+        return grammar
+
+    async def _conversation(self, request: inference_pb2.ChatRequest, path: str) -> Conversation:
+        conversation = await off_loop(request.ByteSize(), lambda: read_chat(request, self._limits, path))
+        self._model.check_tools(conversation, path)
+        return conversation
 
     async def _prompt(
         self, request: inference_pb2.GenerateRequest, options: Options, facts: EngineFacts, path: str
@@ -74,9 +111,10 @@ class Intake:
         check_ids(ids, self._model.vocab_size(facts), f"{path}token_ids.ids")
         return ids
 
-    def _options(self, options: inference_pb2.Options, facts: EngineFacts, path: str) -> Options:
-        return read_options(
-            options,
+    async def _options(self, message: inference_pb2.Options, facts: EngineFacts, path: str) -> Options:
+        """All options, the grammar compiled."""
+        options = read_options(
+            message,
             defaults=self._model.defaults,
             limits=self._limits,
             vocab_size=self._model.vocab_size(facts),
@@ -84,6 +122,11 @@ class Intake:
             max_logprobs=facts.max_logprobs,
             path=f"{path}options",
         )
+        if options.grammar is not None:
+            if GRAMMAR not in facts.features:
+                raise unserved(f"{path}options.grammar", "is not served by this engine")
+            await self._grammars.check(options.grammar, f"{path}options.grammar")
+        return options
 
     def _job(
         self, prompt_ids: tuple[int, ...], options: Options, facts: EngineFacts, *, prompt_field: str, path: str

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from services.common.grammar import Grammar
+from services.frontend.output_reader import OutputFormats
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -40,6 +43,7 @@ class Options:
     sampling: Sampling
     seed: int
     n: int = 1
+    best_of: int | None = None
     max_tokens: int | None = None
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
@@ -49,11 +53,23 @@ class Options:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     echo: bool = False
+    raw_bytes: bool = False
     skip_special_tokens: bool = True
     hold: Hold = Hold()
     priority: int = 0
     cache_salt: str = ""
     label: str = ""
+    grammar: Grammar | None = None
+
+    @property
+    def num_choices(self) -> int:
+        """Those that are run."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def engine_logprobs(self) -> int | None:
+        """Alternatives to each id that the engine is asked for; choices that compete need their ids' own."""
+        return 0 if self.logprobs is None and self.best_of is not None else self.logprobs
 
 
 @dataclass(frozen=True)
@@ -69,11 +85,15 @@ class EngineFacts:
     max_choices: int = 1
     max_logprobs: int = 0
     fragment_bytes: int = 0
+    features: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class Job:
-    """A request that can be given to an engine. `max_tokens` is the effective one; `prompt_text` is for echo."""
+    """A request that can be given to an engine. `max_tokens` is the effective one; `prompt_text` is for echo.
+
+    `formats` say what is looked for in a chat's answer; None: its text is as it is.
+    """
 
     prompt_ids: tuple[int, ...]
     options: Options
@@ -81,6 +101,7 @@ class Job:
     eos_ids: frozenset[int]
     engine: EngineFacts
     prompt_text: str | None = None
+    formats: OutputFormats | None = None
 
     @property
     def asks_engine(self) -> bool:
@@ -102,6 +123,8 @@ class Limits:
     prompt_bytes: int
     messages: int
     content_parts: int
+    tools: int
+    tool_schema_bytes: int
     choices: int
     logprobs: int
     scored_tokens: int
@@ -113,6 +136,7 @@ class Limits:
     banned_token_ids: int
     detokenize_ids: int
     cache_salt_bytes: int
+    grammar_bytes: int
     min_priority: int
     min_delta_tokens: int
     min_delta_interval_ms: int
@@ -124,6 +148,8 @@ class Limits:
             "max_prompt_bytes": self.prompt_bytes,
             "max_messages": self.messages,
             "max_content_parts": self.content_parts,
+            "max_tools": self.tools,
+            "max_tool_schema_bytes": self.tool_schema_bytes,
             "max_choices": min(self.choices, engine.max_choices),
             "max_logprobs": min(self.logprobs, engine.max_logprobs),
             "max_scored_tokens": self.scored_tokens,
@@ -135,6 +161,7 @@ class Limits:
             "max_banned_token_ids": self.banned_token_ids,
             "max_detokenize_ids": self.detokenize_ids,
             "max_cache_salt_bytes": self.cache_salt_bytes,
+            "max_grammar_bytes": self.grammar_bytes,
             "max_min_delta_tokens": self.min_delta_tokens,
             "max_min_delta_interval_ms": self.min_delta_interval_ms,
         }
@@ -142,7 +169,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Stopped:
-    """Why a choice ended: `reason` "stop" or "length", and what stopped it (at most one of the others)."""
+    """Why a choice ended, and what stopped it (at most one of the others).
+
+    `reason` is "stop", "length", or "tool_calls": a stop after at least one whole call.
+    """
 
     reason: str
     eos_token_id: int | None = None
@@ -160,6 +190,16 @@ class Logprob:
     """(id, logprob)"""
 
 
+@dataclass(frozen=True)
+class Called:
+    """What is new of a tool call: `id` and `name` come once, `arguments` (JSON) in pieces."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
 class Delta(NamedTuple):
     """What is new of a choice: text may lag behind ids; `logprobs` is as long as `token_ids`, or empty.
 
@@ -171,3 +211,5 @@ class Delta(NamedTuple):
     logprobs: tuple[Logprob, ...] = ()
     stopped: Stopped | None = None
     cumulative_logprob: float | None = None
+    reasoning: str = ""
+    calls: tuple[Called, ...] = ()

@@ -13,7 +13,11 @@ from services.frontend.tokenizer import TextTokenizer
 
 R = TypeVar("R", inference_pb2.GenerateResponse, inference_pb2.ChatResponse)
 
-_REASONS = {"stop": generation_pb2.FINISH_REASON_STOP, "length": generation_pb2.FINISH_REASON_LENGTH}
+_REASONS = {
+    "stop": generation_pb2.FINISH_REASON_STOP,
+    "length": generation_pb2.FINISH_REASON_LENGTH,
+    "tool_calls": generation_pb2.FINISH_REASON_TOOL_CALLS,
+}
 
 _PIECE_IDS = 4096
 
@@ -62,14 +66,23 @@ def prompt_logprobs(
     yield inference_pb2.PromptLogprobs(start=start, positions=positions)
 
 
-def choices(message: R, deltas: Sequence[tuple[int, Delta]], tokenizer: TextTokenizer) -> R:
-    """The message with deltas, each of a choice, filled in. One a token: set in place, where arguments are copied."""
+def choices(message: R, deltas: Sequence[tuple[int, Delta]], tokenizer: TextTokenizer, *, raw: bool = False) -> R:
+    """The message with deltas, each of a choice, filled in, with the ids' bytes where `raw`.
+
+    One a token: set in place, where arguments are copied.
+    """
     for index, delta in deltas:
         choice = message.choices.add()
         if index:
             choice.index = index
         choice.text = delta.text
+        if delta.reasoning:
+            choice.reasoning = delta.reasoning
+        for called in delta.calls:
+            choice.tool_calls.add(index=called.index, id=called.id, name=called.name, arguments=called.arguments)
         choice.token_ids.extend(delta.token_ids)
+        if raw:
+            choice.raw = b"".join(map(tokenizer.token_bytes, delta.token_ids))
         for token_id, entry in zip(delta.token_ids, delta.logprobs, strict=False):
             position = choice.logprobs.add()
             position.token.MergeFrom(
@@ -144,6 +157,9 @@ class Fold(Generic[R]):
     def __init__(self, empty: R) -> None:
         self._folded: R = empty
         self._texts: dict[int, list[str]] = {}
+        self._reasoning: dict[int, list[str]] = {}
+        self._raw: dict[int, list[bytes]] = {}
+        self._calls: dict[int, dict[int, inference_pb2.ToolCall]] = {}
         self._choices: dict[int, inference_pb2.Choice] = {}
 
     async def write(self, message: R) -> None:
@@ -159,13 +175,25 @@ class Fold(Generic[R]):
     def result(self) -> R:
         """The whole."""
         for index in sorted(self._choices):
-            self._choices[index].text = "".join(self._texts[index])
-            self._folded.choices.append(self._choices[index])
+            choice = self._choices[index]
+            choice.text = "".join(self._texts[index])
+            choice.reasoning = "".join(self._reasoning[index])
+            choice.raw = b"".join(self._raw[index])
+            choice.tool_calls.extend(self._calls[index].values())
+            self._folded.choices.append(choice)
         return self._folded
 
     def _add_choices(self, deltas: Sequence[inference_pb2.Choice]) -> None:
         for delta in deltas:
-            # Repeated fields append, a finish is set once; only the text has to be joined by hand.
+            # Repeated fields append, a finish is set once; only what is text has to be joined by hand.
             whole = self._choices.setdefault(delta.index, inference_pb2.Choice())
             self._texts.setdefault(delta.index, []).append(delta.text)
+            self._reasoning.setdefault(delta.index, []).append(delta.reasoning)
+            self._raw.setdefault(delta.index, []).append(delta.raw)
+            calls = self._calls.setdefault(delta.index, {})
+            for piece in delta.tool_calls:
+                call = calls.setdefault(piece.index, inference_pb2.ToolCall(index=piece.index))
+                call.id, call.name = call.id or piece.id, call.name or piece.name
+                call.arguments += piece.arguments
+            del delta.tool_calls[:]  # the message is ours: nobody else was given it
             whole.MergeFrom(delta)

@@ -15,6 +15,7 @@ from services.frontend import served_model, service
 from services.frontend.calls import Calls
 from services.frontend.config import FrontendConfig
 from services.frontend.engine_client import HEARTBEAT_LIMIT_S, EngineClient
+from services.frontend.grammar_check import GrammarCheck
 from services.frontend.service import InferenceService
 
 log = logging.getLogger(__name__)
@@ -32,12 +33,16 @@ class Frontend:
             config.served_model_alias,
             revision=config.revision,
             offline=config.offline,
+            template_budget=config.template_budget(),
+            tool_call_format=config.tool_call_format,
+            reasoning_format=config.reasoning_format,
         )
         self.engine = EngineClient(config.engine, self.model.tokenizer_hash)
+        self.grammars = GrammarCheck(self.model.folder, sorted(self.model.eos_ids), config.grammar_budget())
         self.calls = Calls()
         self.server = Server(config.host, config.port, max_message_bytes=config.max_message_bytes)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
-            InferenceService(self.model, self.engine, self.calls, config.limits()), self.server.grpc
+            InferenceService(self.model, self.engine, self.calls, self.grammars, config.limits()), self.server.grpc
         )
         self._watch: asyncio.Task[None] | None = None
 
@@ -54,6 +59,7 @@ class Frontend:
     async def run(self) -> None:
         """Serves until it is told to end."""
         try:
+            self.model.templates.warm()
             await self.server.run(self.drain, drain_s=self._config.drain_s)
         finally:
             await self._end()
@@ -78,6 +84,8 @@ class Frontend:
     async def _end(self) -> None:
         await self._stop_watching()
         await self.engine.close()
+        await self.model.templates.close()
+        await self.grammars.close()
 
     async def _stop_watching(self) -> None:
         if self._watch is not None:

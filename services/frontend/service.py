@@ -15,6 +15,7 @@ import numpy as np
 from google.protobuf.message import Message
 from triptych.inference.v1 import inference_pb2, inference_pb2_grpc
 
+from services.common.contract import GRAMMAR
 from services.common.errors import RequestError, unavailable
 from services.frontend import responses, sizes
 from services.frontend.answer import Answer
@@ -23,6 +24,7 @@ from services.frontend.door import DOOR
 from services.frontend.engine import Scores, Submission
 from services.frontend.engine_client import EngineClient
 from services.frontend.engine_request import EngineRequest
+from services.frontend.grammar_check import GrammarCheck
 from services.frontend.intake import Intake
 from services.frontend.prompt_blocks import block_digests
 from services.frontend.request import Delta, EngineFacts, Job, Limits
@@ -45,6 +47,9 @@ Send: TypeAlias = Callable[[list[tuple[int, Delta]]], Awaitable[None]]
 Tell: TypeAlias = Callable[[Scores], Coroutine[Any, Any, None]]
 """Prompt logprobs to the client, in as many messages as it takes."""
 
+SERVED_FEATURES = frozenset({GRAMMAR})
+"""Of Model.features: what the engine must have too."""
+
 MAX_SCORES_BYTES = 64 * 1024
 """Of one message of prompt logprobs."""
 NOTHING_TO_SCORE = Scores.plain(1, np.zeros(0, np.float32), np.zeros(0, np.uint32))
@@ -55,12 +60,14 @@ log = logging.getLogger(__name__)
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """The public API of one model; the state of a request lives in its call alone."""
 
-    def __init__(self, model: ServedModel, engine: EngineClient, calls: Calls, limits: Limits) -> None:
+    def __init__(
+        self, model: ServedModel, engine: EngineClient, calls: Calls, grammars: GrammarCheck, limits: Limits
+    ) -> None:
         self._model = model
         self._engine = engine
         self._calls = calls
         self._limits = limits
-        self._intake = Intake(model, limits)
+        self._intake = Intake(model, grammars, limits)
         self._scores_bytes = min(MAX_SCORES_BYTES, limits.message_bytes // 2)
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
@@ -170,7 +177,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             answer = Answer(job, self._model.tokenizer)
 
             def send(deltas: list[tuple[int, Delta]]) -> Awaitable[None]:
-                return write(responses.choices(response(), deltas, self._model.tokenizer))
+                return write(responses.choices(response(), deltas, self._model.tokenizer, raw=job.options.raw_bytes))
 
             async def tell(scores: Scores) -> None:
                 for piece in responses.prompt_logprobs(job, scores, self._model.tokenizer, self._scores_bytes):
@@ -249,6 +256,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             defaults=responses.defaults(self._model.defaults),
             limits=self._limits.named(facts),
             has_chat_template=self._model.chat.has_template,
+            tool_call_format=self._model.tool_calls.name if self._model.tool_calls else "",
+            reasoning_format=self._model.reasoning.name if self._model.reasoning else "",
+            features=[*sorted(facts.features & SERVED_FEATURES), *self._model.features],
         )
 
     def _vocab_size(self) -> int:
@@ -278,11 +288,12 @@ async def _submission(job: Job, tenant: str, context: Context) -> Submission:
         max_tokens=job.max_tokens,
         min_tokens=job.options.min_tokens,
         stop_ids=job.stop_ids,
-        logprobs=job.options.logprobs,
+        logprobs=job.options.engine_logprobs,
         arrived_unix_ns=time.time_ns(),
         timeout_ms=None if remaining_s is None else int(remaining_s * 1000),
-        num_choices=job.options.n if job.max_tokens else 1,  # a prompt is scored once
+        num_choices=job.options.num_choices if job.max_tokens else 1,  # a prompt is scored once
         prompt_logprobs=job.options.prompt_logprobs,
+        grammar=job.options.grammar if job.max_tokens else None,
         priority=job.options.priority,
         tenant=tenant,
         digests=digests,

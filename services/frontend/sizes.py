@@ -43,16 +43,31 @@ def check_answer(answer: Message, limits: Limits, instead: str) -> None:
 
 def _check_prompt(request: Message, limits: Limits, path: str) -> None:
     if isinstance(request, inference_pb2.ChatRequest):
-        _check_chat(request, limits, f"{path}messages")
+        _check_chat(request, limits, path)
     elif isinstance(request, inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest):
         _check_bytes(utf8_bytes(request.text), limits, f"{path}text")
 
 
 def _check_chat(chat: inference_pb2.ChatRequest, limits: Limits, path: str) -> None:
-    at_most(len(chat.messages), limits.messages, "messages", path, "max_messages")
-    parts = sum(len(message.content) for message in chat.messages)
-    at_most(parts, limits.content_parts, "content parts", path, "max_content_parts")
-    _check_bytes(sum(utf8_bytes(part.text) for message in chat.messages for part in message.content), limits, path)
+    at_most(len(chat.messages), limits.messages, "messages", f"{path}messages", "max_messages")
+    parts = sum(len(message.content) + len(message.tool_calls) for message in chat.messages)
+    at_most(parts, limits.content_parts, "content parts and tool calls", f"{path}messages", "max_content_parts")
+    at_most(len(chat.tools), limits.tools, "tools", f"{path}tools", "max_tools")
+    beside = chat.template_args.ByteSize() + sum(_tool_bytes(tool) for tool in chat.tools)
+    _check_bytes(beside + sum(_message_bytes(message) for message in chat.messages), limits, f"{path}messages")
+
+
+def _message_bytes(message: inference_pb2.ChatMessage) -> int:
+    said = sum(utf8_bytes(part.text) for part in message.content)
+    named = utf8_bytes(message.name) + utf8_bytes(message.reasoning) + utf8_bytes(message.tool_call_id)
+    called = sum(
+        utf8_bytes(call.id) + utf8_bytes(call.name) + utf8_bytes(call.arguments) for call in message.tool_calls
+    )
+    return said + named + called
+
+
+def _tool_bytes(tool: inference_pb2.Tool) -> int:
+    return utf8_bytes(tool.name) + utf8_bytes(tool.description) + utf8_bytes(tool.parameters_json_schema)
 
 
 def _check_bytes(count: int, limits: Limits, path: str) -> None:

@@ -66,6 +66,15 @@ class TextTokenizer:
         """A decoder of the ids that follow `ids`."""
         return DecodeStream(ids=list(ids), skip_special_tokens=skip_special_tokens)
 
+    def written(self, token_id: int) -> str:
+        """An added token's own text."""
+        return self.backend.id_to_token(token_id) or ""
+
+    def special_among(self, texts: Sequence[str]) -> frozenset[int]:
+        """Ids of those texts that are special tokens."""
+        ids = (self.backend.token_to_id(text) for text in texts)
+        return frozenset(i for i in ids if i is not None and i in self.special_ids)
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes an id stands for by itself, part of a character perhaps; empty for an id it does not know."""
         token = self.backend.id_to_token(token_id)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from triptych.inference.v1 import generation_pb2, inference_pb2
 
 from services.common.errors import invalid
+from services.common.grammar import Choices, Grammar, GrammarError, from_proto
 from services.common.sampling import LOGIT_BIAS, RANGES, Range, choice_fault
 from services.frontend.request import Hold, Limits, Options, Sampling
 from services.frontend.sizes import at_most
@@ -39,11 +40,13 @@ def read_options(
     _check_engines(options.n, max_choices, f"{path}.n")
     _check_engines(options.logprobs, max_logprobs, f"{path}.logprobs")
     _check_engines(options.prompt_logprobs, max_logprobs, f"{path}.prompt_logprobs")
+    grammar = read_grammar(options, path)
     sampling = _read_sampling(options.sampling, defaults, limits, vocab_size, f"{path}.sampling")
     return Options(
         sampling=sampling,
         seed=options.seed if options.HasField("seed") else draw_seed(),
         n=options.n if options.HasField("n") else 1,
+        best_of=_read_best_of(options, limits, max_choices, f"{path}.best_of"),
         max_tokens=options.max_tokens if options.HasField("max_tokens") else None,
         min_tokens=options.min_tokens,
         stop=_read_stops(options, limits, f"{path}.stop"),
@@ -53,12 +56,39 @@ def read_options(
         logprobs=options.logprobs if options.HasField("logprobs") else None,
         prompt_logprobs=options.prompt_logprobs if options.HasField("prompt_logprobs") else None,
         echo=options.echo,
+        raw_bytes=options.raw_bytes,
         skip_special_tokens=options.skip_special_tokens if options.HasField("skip_special_tokens") else True,
         hold=_read_hold(options, limits, path),
         priority=_read_priority(options.priority, limits, f"{path}.priority"),
         cache_salt=_read_salt(options.cache_salt, limits, f"{path}.cache_salt"),
         label=_read_label(options.label, f"{path}.label"),
+        grammar=grammar,
     )
+
+
+def read_grammar(options: inference_pb2.Options, path: str) -> Grammar | None:
+    """What the output is held to, None where nothing. Raises INVALID_ARGUMENT for what contradicts it."""
+    if not options.HasField("grammar"):
+        return None
+    try:
+        grammar = from_proto(options.grammar)
+    except GrammarError as error:
+        raise invalid(error.under(f"{path}.grammar"), error.description) from None
+    if options.ignore_eos:
+        raise invalid(f"{path}.ignore_eos", "is set beside a grammar, which says where the output ends; leave one out")
+    for name in ("logprobs", "best_of"):
+        if grammar.forced_tokens and options.HasField(name):
+            said = f"appends ids that are not drawn, and so have no logprobs, which {name} needs; leave one out"
+            raise invalid(f"{path}.grammar.forced_tokens", said)
+    if isinstance(grammar.rule, Choices):
+        longest = max(len(value.encode()) for value in grammar.rule.values)
+        if options.min_tokens > longest:
+            raise invalid(
+                f"{path}.min_tokens",
+                f"is {options.min_tokens}, the longest of the grammar's choices has {longest} bytes, and so no more "
+                "tokens; lower it",
+            )
+    return grammar
 
 
 def draw_seed() -> int:
@@ -205,6 +235,18 @@ def _check_counts(options: inference_pb2.Options, limits: Limits, path: str) -> 
     for name in ("logprobs", "prompt_logprobs"):
         if (wanted := getattr(options, name)) > limits.logprobs:
             raise invalid(f"{path}.{name}", f"is {wanted}, at most {limits.logprobs} are taken (max_logprobs)")
+
+
+def _read_best_of(options: inference_pb2.Options, limits: Limits, max_choices: int, path: str) -> int | None:
+    if not options.HasField("best_of"):
+        return None
+    n = options.n if options.HasField("n") else 1
+    if options.best_of < n:
+        raise invalid(path, f"is {options.best_of}, n is {n}; no more choices can be returned than are run")
+    if options.best_of > limits.choices:
+        raise invalid(path, f"is {options.best_of}, at most {limits.choices} are taken (max_choices)")
+    _check_engines(options.best_of, max_choices, path)
+    return options.best_of
 
 
 def _check_engines(wanted: int, limit: int, path: str) -> None:

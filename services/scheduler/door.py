@@ -8,9 +8,10 @@ from triptych.engine.v1 import engine_pb2
 from triptych.inference.v1 import generation_pb2
 
 from services.common import sampling
-from services.common.contract import SAMPLING, SERVED_SAMPLING, Door
+from services.common.contract import SAMPLING, SERVED_GRAMMAR, SERVED_SAMPLING, Door
 from services.common.digests import DIGEST_BYTES
-from services.common.errors import invalid
+from services.common.errors import invalid, unserved
+from services.common.grammar import Grammar, GrammarError, from_proto
 from services.common.philox import derived_seed
 from services.scheduler.core.request import RequestKey, Submission
 
@@ -39,6 +40,7 @@ _DOOR = Door(
                 "max_tokens",
                 "min_tokens",
                 "stop_ids",
+                "grammar",
                 "logprobs",
                 "prompt_logprobs",
                 "priority",
@@ -48,6 +50,7 @@ _DOOR = Door(
             }
         ),
         SAMPLING: SERVED_SAMPLING,
+        **SERVED_GRAMMAR,
         "triptych.engine.v1.FrontendHello": frozenset(
             {"min_version", "max_version", "features", "frontend_id", "tokenizer_hash"}
         ),
@@ -121,7 +124,24 @@ def read_submit(
         tenant=submit.tenant,
         root_digest=submit.root_digest,
         digests=submit.block_digests,
+        is_masked=submit.HasField("grammar"),
+        is_stepwise=submit.grammar.forced_tokens,
     )
+
+
+def read_grammar(submit: engine_pb2.Submit, *, is_served: bool) -> Grammar | None:
+    """What its output is held to, None where nothing. Raises RequestError: INVALID_ARGUMENT or UNIMPLEMENTED."""
+    if not submit.HasField("grammar"):
+        return None
+    if not is_served:
+        raise unserved("grammar", "is not served by this engine; its log says why")
+    try:
+        grammar = from_proto(submit.grammar)
+    except GrammarError as error:
+        raise invalid(error.under("grammar"), error.description) from None
+    if grammar.forced_tokens and submit.HasField("logprobs"):
+        raise invalid("grammar.forced_tokens", "appends ids that have no logprobs; leave one of the two out")
+    return grammar
 
 
 def read_abort(abort: engine_pb2.Abort, frontend: int) -> list[RequestKey]:

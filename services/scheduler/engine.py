@@ -16,18 +16,20 @@ from typing import NoReturn
 
 from triptych.engine.v1 import admin_pb2, engine_pb2
 
+from services.common.contract import GRAMMAR
 from services.common.digests import DIGEST_BYTES, chained_digest
-from services.common.errors import RequestError, StartError, unavailable
+from services.common.errors import RequestError, StartError, invalid, unavailable
 from services.scheduler import door, outputs, self_test
 from services.scheduler.clock import now_ns
 from services.scheduler.core.kv_events import Stored
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.request import Failure, FailureKind, RequestKey
+from services.scheduler.core.request import Failure, FailureKind, RequestKey, Submission
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.step import InvariantError, ResultError, StepPlan, Updates
 from services.scheduler.executor_link import ExecutorFacts, ExecutorLink
 from services.scheduler.executor_run import Answer, ExecutorLostError, ExecutorRun, ExecutorTakenError
 from services.scheduler.frontends import Frontends
+from services.scheduler.grammar_requests import GrammarRequests
 from services.scheduler.identity import Model
 from services.scheduler.kv_event_log import KvEventLog
 from services.scheduler.outbox import Outbox
@@ -87,6 +89,14 @@ class Engine:
             model.config.kv_event_log, model.config.block_size, before=now_ns() // door.NS_PER_MS
         )
         """What happens to the prefix cache."""
+        self._grammars = GrammarRequests(
+            model.path,
+            core=lambda: self.core,
+            accepting=self._accepting,
+            deliver=self._deliver,
+            changed=self._work.set,
+        )
+        self._serves_grammars = False
         self._throughput = Throughput()
         self._drain_rate = DrainRate()
         self._statistics = Statistics()
@@ -106,9 +116,10 @@ class Engine:
         """Its stream has ended, and with it all its requests; False if it was detached already."""
         if not self._frontends.remove(number):
             return False
+        self._grammars.forget_frontend(number)
         if self._core is not None:
             for key in self._core.keys_of(number):
-                self._core.abort(key)
+                self._abort(key)
             self._requests_changed()
         return True
 
@@ -116,8 +127,12 @@ class Engine:
         """Queues a request; a refusal goes the way of its outputs."""
         if number not in self._frontends:
             return  # cut already; its stream has not noticed
+        key = RequestKey(number, submit.request_id)
         try:
             core = self._accepting()
+            if key in self._grammars:
+                raise invalid("request_id", f"{submit.request_id} is in use; use each id once")
+            grammar = door.read_grammar(submit, is_served=self._serves_grammars)
             submission = door.read_submit(
                 submit,
                 number,
@@ -131,18 +146,35 @@ class Engine:
         except RequestError as error:
             self.refuse(number, submit.request_id, error)
             return
-        if (failure := core.submit(submission, now_ns())) is not None:
+        if grammar is None:
+            self._submitted(submission, core.submit(submission, now_ns()))
+        else:
+            self._grammars.submit(
+                submission, grammar, core.limits.vocab_size, lambda failure: self._submitted(submission, failure)
+            )
+
+    def _submitted(self, submission: Submission, failure: Failure | RequestError | None) -> None:
+        """The core has a request now, or it was refused."""
+        if isinstance(failure, RequestError):
+            self.refuse(*submission.key, failure)
+            return
+        if failure is not None:
             for key in submission.choice_keys():  # an id used twice: its first use must not go on past this end
-                core.abort(key)
-            self._deliver(Updates(core.applied_step, failed=[failure]))
+                self._abort(key)
+            self._deliver(Updates(self.core.applied_step, failed=[failure]))
         self._requests_changed()
+
+    def _abort(self, key: RequestKey) -> None:
+        self._grammars.forget(key)
+        if self._core is not None:
+            self._core.abort(key)
 
     def abort(self, number: int, abort: engine_pb2.Abort) -> None:
         """Ends requests without a word. Raises RequestError for a column that is none."""
         keys = door.read_abort(abort, number)
         if self._core is not None:
             for key in keys:
-                self._core.abort(key)
+                self._abort(key)
             self._requests_changed()
 
     def refuse(self, number: int, request_id: int, error: RequestError) -> None:
@@ -150,7 +182,7 @@ class Engine:
         step = 0
         if self._core is not None:
             step = self._core.applied_step
-            self._core.abort(RequestKey(number, request_id))
+            self._abort(RequestKey(number, request_id))
         self._statistics.failed(error.reason)
         self._send(number, outputs.Outputs(step, failed=[outputs.failed_message(request_id, error)]))
         self._requests_changed()
@@ -238,7 +270,10 @@ class Engine:
     def stats(self) -> admin_pb2.GetStatsResponse:
         """What has been done since the start, and by whom the engine is held now."""
         engine_id = self._hello.engine_id if self._hello is not None else ""
-        return self._statistics.message(self.heartbeat(), engine_id, self._core)
+        told = self._statistics.message(self.heartbeat(), engine_id, self._core)
+        masking = self._grammars.masking
+        told.grammar_requests, told.masks, told.mask_s = masking.num_requests, masking.num_masks, masking.mask_s
+        return told
 
     def beat(self) -> None:
         """Tells all frontends."""
@@ -249,6 +284,7 @@ class Engine:
 
     async def run(self) -> NoReturn:
         """Connects, serves, and begins again when the executor is lost. Raises StartError when it can never serve."""
+        self._grammars.start()
         retry_s, told_s, since_s = FIRST_RETRY_S, 0.0, time.monotonic()
         while True:
             try:
@@ -295,13 +331,15 @@ class Engine:
         await self._link.allocate(num_blocks)
         run = await self._link.open(facts.version, self._work.set)
         core.new_epoch(num_blocks, facts.max_in_flight)
+        self._grammars.masking.new_epoch()
         self._max_in_flight = self.model.max_in_flight(facts)
         self._self_test.new_epoch()
         self._run = run
         log.info("serving %s on %s, epoch %d", self.model.name, facts.device, run.epoch)
         if self._core is None:
             self._core, self._first = core, (facts, core.limits)
-            self._hello = self.model.hello(facts, core.limits)
+            self._serves_grammars = await self._grammars.is_served() and GRAMMAR in facts.features
+            self._hello = self.model.hello(facts, core.limits, (GRAMMAR,) if self._serves_grammars else ())
             self._frontends.greet(self._hello)
         self.changed.set()
         return run
@@ -330,10 +368,10 @@ class Engine:
     async def _serve(self, run: ExecutorRun, core: Scheduler) -> NoReturn:
         while True:
             while (answer := run.take()) is not None:
-                self._apply(core, answer)
+                self._apply(run, core, answer)
             self._work.clear()  # what comes from here on, also while a plan is written, is seen in the next round
             await self._plan_ahead(run, core)
-            if run.num_under_way:
+            if run.num_under_way or self._grammars.masking.is_busy:
                 await self._work.wait()
             else:
                 await self._idle(core)
@@ -350,9 +388,10 @@ class Engine:
                 log.debug("%d requests preempted: the KV pool is full", preempted)
             if plan is None:
                 return
+            self._grammars.planned(plan, run)
             await run.send(plan)
 
-    def _apply(self, core: Scheduler, answer: Answer) -> None:
+    def _apply(self, run: ExecutorRun, core: Scheduler, answer: Answer) -> None:
         counts = self._counts(answer.plan)
         begun_s = time.monotonic()
         try:
@@ -370,6 +409,7 @@ class Engine:
         if updates.token_ids:
             self._token_s = time.monotonic()
             self._self_test.token_made(self._token_s)
+        self._grammars.masking.applied(updates, run)
         self._deliver(updates, answer.logprobs)
 
     def _counts(self, plan: StepPlan) -> bool:
@@ -395,6 +435,7 @@ class Engine:
 
     def _deliver(self, updates: Updates, logprobs: Mapping[int, Logprob] | None = None) -> None:
         self._self_test.settle(self.core, updates)
+        self._grammars.masking.ended(updates)
         for failure in updates.failed:
             if failure.key.frontend != self_test.FRONTEND:
                 _log_failure(failure)
@@ -417,7 +458,7 @@ class Engine:
         if self._core is not None:
             self.kv_events.append(self._core.take_kv_events(), now_ns())
         self._arm_deadline()
-        if self._core is None or self._core.num_requests == 0:
+        if self._core is None or self._core.num_requests + self._grammars.num_waiting == 0:
             self._empty.set()
         else:
             self._empty.clear()
@@ -439,6 +480,10 @@ class Engine:
         self._deliver(self.core.expire(now_ns()))
 
     # -- the end
+
+    def close(self) -> None:
+        """Ends the work beside the event loop."""
+        self._grammars.close()
 
     async def drain(self) -> None:
         """Refuses what is new and returns when no request is left; cut short, it ends the rest UNAVAILABLE."""

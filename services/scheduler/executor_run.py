@@ -77,6 +77,7 @@ class ExecutorRun:
         self._answers: deque[Answer] = deque()
         self._expiry: asyncio.TimerHandle | None = None
         self._lost: ExecutorLostError | None = None
+        self._writing = asyncio.Lock()  # a stream takes one message at a time
         self._reader = asyncio.create_task(self._read(), name=f"executor-run-{epoch}")
 
     @property
@@ -113,6 +114,12 @@ class ExecutorRun:
         except TimeoutError:
             raise ExecutorLostError(f"step {plan.step} could not be sent within {_limit_s(plan):g} s") from None
 
+    async def send_masks(self, masks: executor_pb2.Masks) -> None:
+        """Sends masks of a step that was sent, or will be. Raises ExecutorLostError."""
+        if self._lost is not None:
+            raise self._lost
+        await self._write(executor_pb2.RunRequest(masks=masks))
+
     def take(self) -> Answer | None:
         """The next answer that is here. Raises ExecutorLostError when none is and none will come."""
         if self._answers:
@@ -130,7 +137,8 @@ class ExecutorRun:
 
     async def _write(self, message: executor_pb2.RunRequest) -> None:
         try:
-            await self._call.write(message)
+            async with self._writing:
+                await self._call.write(message)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await self._reader  # it knows how the stream ended
             raise self._lost or ExecutorLostError("its stream is closed") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +42,7 @@ class Model:
 
     name: str
     folder: str
+    path: Path
     revision: str
     """The hub's commit; empty for a folder of no hub."""
     tokenizer_hash: str
@@ -61,6 +63,7 @@ class Model:
         return cls(
             name=config.served_model_name or folder,
             folder=folder,
+            path=path,
             revision=checkpoint.revision(path),
             tokenizer_hash=checkpoint.tokenizer_hash(path),
             config_hash=checkpoint.config_hash(path),
@@ -146,10 +149,11 @@ class Model:
             parts.append(f"tp {self.config.tp_size}")
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
-    def hello(self, facts: ExecutorFacts, limits: Limits) -> engine_pb2.EngineHello:
+    def hello(self, facts: ExecutorFacts, limits: Limits, features: Sequence[str] = ()) -> engine_pb2.EngineHello:
         """What every frontend is told first."""
         return engine_pb2.EngineHello(
             version=PROTOCOL_VERSION,
+            features=features,
             engine_id=secrets.token_hex(8),
             model=self.name,
             fingerprint=self.fingerprint(facts),

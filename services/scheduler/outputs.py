@@ -25,6 +25,8 @@ _STATUS = {
     FailureKind.BAD_TOKEN_ID: (grpc.StatusCode.INTERNAL, "BAD_TOKEN_ID"),
     FailureKind.ROW_FAILED: (grpc.StatusCode.INTERNAL, "ROW_FAILED"),
     FailureKind.NO_ID_LEFT: (grpc.StatusCode.INVALID_ARGUMENT, "NO_ID_LEFT"),
+    FailureKind.GRAMMAR_FAILED: (grpc.StatusCode.INTERNAL, "GRAMMAR_FAILED"),
+    FailureKind.GRAMMAR_CONTRADICTED: (grpc.StatusCode.INVALID_ARGUMENT, "GRAMMAR_CONTRADICTED"),
     FailureKind.EXECUTOR_LOST: (grpc.StatusCode.UNAVAILABLE, "EXECUTOR_LOST"),
     FailureKind.DRAINING: (grpc.StatusCode.UNAVAILABLE, "DRAINING"),
 }

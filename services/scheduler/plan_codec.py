@@ -45,6 +45,8 @@ def encode_plan(plan: StepPlan) -> executor_pb2.RunRequest:
         token_counts=_tail(plan.token_counts),
         computed_tokens=plan.computed_tokens,
         deadline_ms=deadline_ms(plan),
+        forced_ids=_pairs(plan.forced_ids),
+        masked_slots=column([row.slot for row in plan.masked]),
     )
     if plan.new_blocks or plan.copies:
         message.groups.add(new_blocks=_pairs(plan.new_blocks), copies=_pairs(plan.copies))

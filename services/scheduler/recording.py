@@ -17,6 +17,7 @@ import logging
 import os
 import queue
 import threading
+from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,21 @@ class RecordedScheduler(Scheduler):
         """See Scheduler."""
         self._write("fail_all", kind=kind.value, message=message)
         return super().fail_all(kind, message)
+
+    def force(self, key: RequestKey, token_ids: Sequence[int], now_ns: int) -> Updates:
+        """See Scheduler."""
+        self._write("force", key=list(key), token_ids=list(token_ids), now_ns=now_ns)
+        return super().force(key, token_ids, now_ns)
+
+    def finish(self, key: RequestKey, now_ns: int) -> Updates:
+        """See Scheduler."""
+        self._write("finish", key=list(key), now_ns=now_ns)
+        return super().finish(key, now_ns)
+
+    def fail(self, key: RequestKey, kind: FailureKind, message: str) -> Updates:
+        """See Scheduler."""
+        self._write("fail", key=list(key), kind=kind.value, message=message)
+        return super().fail(key, kind, message)
 
     def new_epoch(self, num_blocks: int | None = None, max_in_flight: int | None = None) -> None:
         """See Scheduler."""

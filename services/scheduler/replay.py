@@ -89,6 +89,15 @@ def _read(line: Any) -> Callable[[Scheduler, Replayed], object]:
         case "expire":
             now_ns = line["now_ns"]
             return lambda core, done: core.expire(now_ns)
+        case "force":
+            key, token_ids, now_ns = RequestKey(*line["key"]), [int(i) for i in line["token_ids"]], line["now_ns"]
+            return lambda core, done: core.force(key, token_ids, now_ns)
+        case "finish":
+            key, now_ns = RequestKey(*line["key"]), line["now_ns"]
+            return lambda core, done: core.finish(key, now_ns)
+        case "fail":
+            key, kind, message = RequestKey(*line["key"]), FailureKind(line["kind"]), line["message"]
+            return lambda core, done: core.fail(key, kind, message)
         case "fail_all":
             kind, message = FailureKind(line["kind"]), line["message"]
             return lambda core, done: core.fail_all(kind, message)

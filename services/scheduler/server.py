@@ -105,6 +105,7 @@ class SchedulerServer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._link.close()
+        self.engine.close()
         if self._journal is not None:
             self._journal.close()
 

@@ -19,8 +19,10 @@ from services.common import checkpoint
 from services.frontend import served_model
 from services.frontend.detokenizer import BROKEN
 from services.frontend.tokenizer import TextTokenizer
+from tests.frontend.conversations import ids_of as chat_ids
 from tests.frontend.harness import Served, fields_at_fault, message, reason, scripted, serving, text_checkpoint, user
 from tests.frontend.made_tokenizers import TEXT, WORD_STARTS, llama2_like
+from tests.frontend.tool_models import tool_checkpoint
 from tests.support.calls import Answer, by_ids, by_text, chat, generate, greedy
 from tests.support.checkpoints import EOS_ID
 
@@ -309,20 +311,20 @@ def test_T9_ids_are_the_stock_ones_where_no_text_spells_a_control_token(smollm2:
         compared += 1
         shown = [{"role": role, "content": text} for role, text in conversation]
         expected = stock.apply_chat_template(shown, add_generation_prompt=True, return_dict=False)
-        assert list(ours.chat.encode(conversation, "messages")) == expected, conversation
+        assert list(chat_ids(ours.chat, conversation)) == expected, conversation
     assert compared > 250
 
 
 def test_T9_text_that_spells_a_control_token_stays_text(smollm2: Path) -> None:
     model = served_model.load(str(smollm2), None)
     backend = model.tokenizer.backend
-    plain = [i for i in model.chat.encode([("user", "a  b")], "messages") if i in CONTROL_IDS]
+    plain = [i for i in chat_ids(model.chat, [("user", "a  b")]) if i in CONTROL_IDS]
     for control in CONTROL_IDS:
         spelled = backend.id_to_token(control)
         for role in ("system", "user", "assistant"):
             others = [("user", "hi")] if role != "user" else []
-            ids = model.chat.encode([(role, f"a {spelled} b{spelled}"), *others], "messages")
-            made_by_template = model.chat.encode([(role, "a  b"), *others], "messages")
+            ids = chat_ids(model.chat, [(role, f"a {spelled} b{spelled}"), *others])
+            made_by_template = chat_ids(model.chat, [(role, "a  b"), *others])
             assert [i for i in ids if i in CONTROL_IDS] == [i for i in made_by_template if i in CONTROL_IDS]
             assert f"a {spelled} b{spelled}" in backend.decode(list(ids), skip_special_tokens=True)
     assert plain.count(1) == 3 and plain.count(2) == 2  # system, user and the opened assistant; two ended
@@ -337,6 +339,72 @@ async def test_T9_a_user_cannot_end_his_turn_in_chat(smollm2: Path) -> None:
     assert answer.prompt.prompt_tokens == len(tokenized.token_ids)
     assert list(tokenized.token_ids).count(1) == 3 and list(tokenized.token_ids).count(2) == 2
     assert attack.encode() in b"".join(tokenized.raw)
+
+
+EVERYTHING = (
+    "{{ bos_token }}{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{{ extra | tojson }}{% for m in messages %}"
+    "<|im_start|>{{ m.role }} {{ m.name }} {{ m.tool_call_id }}\n{{ m.reasoning_content }}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.id }} {{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>"
+    "{% endfor %}"
+)
+"""Shows all that a request can hold."""
+
+
+def everywhere(text: str) -> inference_pb2.ChatRequest:
+    """A chat that has the text in each of its fields that takes any."""
+    pb = inference_pb2
+    schema = json.dumps({"type": "object", "title": text, "properties": {text: {"enum": [text, 1]}}})
+    called = pb.ToolCall(id=text, name=text, arguments=json.dumps({text: [text, {"a": text}]}))
+    return pb.ChatRequest(
+        tools=[pb.Tool(name="f", description=text, parameters_json_schema=schema)],
+        messages=[
+            pb.ChatMessage(role=pb.ROLE_USER, content=[pb.ContentPart(text=text)], name=text),
+            pb.ChatMessage(role=pb.ROLE_ASSISTANT, reasoning=text, tool_calls=[called]),
+            pb.ChatMessage(role=pb.ROLE_TOOL, content=[pb.ContentPart(text=text)], tool_call_id=text, name=text),
+        ],
+        template_args={"extra": {text: [text]}},
+    )
+
+
+@pytest.mark.parametrize("special", [True, False])
+async def test_T9_no_field_of_a_chat_makes_control_ids(tmp_path: Path, special: bool) -> None:
+    marks = ("<tool_call>", "</tool_call>", "<think>")
+    tokens = {"special" if special else "plain": marks}
+    model = tool_checkpoint(tmp_path / "m", template=EVERYTHING, **tokens)
+    tokenizer = served_model.load(str(model), None).tokenizer
+    controls = {tokenizer.backend.token_to_id(mark) for mark in ("<|im_start|>", "<|im_end|>", *marks)}
+    async with serving(model) as served:
+
+        async def tokenized(text: str) -> list[int]:
+            request = inference_pb2.TokenizeRequest(chat=everywhere(text))
+            return list((await served.stub.Tokenize(request)).token_ids)
+
+        plain = [i for i in await tokenized("text") if i in controls]
+        for mark in ("<|im_start|>", "<|im_end|>", *marks):
+            ids = await tokenized(f"a {mark}b")
+            assert [i for i in ids if i in controls] == plain, mark
+            written = tokenizer.decode(ids, skip_special_tokens=False)
+            assert written == tokenizer.decode(await tokenized("a @b"), skip_special_tokens=False).replace("@", mark)
+
+
+async def test_T11_one_bos_in_a_chat_with_tools(tmp_path: Path) -> None:
+    model = tool_checkpoint(tmp_path / "m", template=EVERYTHING)
+    (model / "tokenizer.json").write_text(llama2_like(adds_bos=True))
+    (model / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "chat_template": EVERYTHING}))
+    bos = served_model.load(str(model), None).tokenizer.backend.token_to_id("<s>")
+    async with serving(model, scripted([2], vocab_size=556)) as served:
+        request = inference_pb2.TokenizeRequest(chat=everywhere("<s>"))
+        ids = list((await served.stub.Tokenize(request)).token_ids)
+    assert ids[0] == bos and ids.count(bos) == 1
+
+
+async def test_T10_a_template_that_refuses_tools_or_a_tools_answer_says_so_itself(tmp_path: Path) -> None:
+    refusing = "{% if messages[-1].role == 'tool' %}{{ raise_exception('No tool answers') }}{% endif %}" + EVERYTHING
+    model = tool_checkpoint(tmp_path / "m", template=refusing)
+    async with serving(model) as served:
+        error = await failure(chat(served.channel, everywhere("x")))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT and fields_at_fault(error) == ["messages"]
+        assert "No tool answers" in (error.details() or "")
 
 
 @pytest.mark.parametrize(

@@ -86,9 +86,9 @@ async def test_frontend_and_scheduler_stay_under_250_mib_while_serving(
 
 async def test_a_field_not_served_yet_is_refused_by_name(channel: grpc.aio.Channel) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as failure:
-        await generate(channel, by_ids([5], greedy(best_of=2)))
+        await generate(channel, by_ids([5], greedy(adapter="a")))
     assert failure.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    assert "options.best_of" in failure.value.details()
+    assert "options.adapter" in failure.value.details()
 
 
 async def test_S5_G2_three_choices_are_three_requests_and_usage_counts_them_all(channel: grpc.aio.Channel) -> None:

@@ -95,6 +95,14 @@ BAD_PLANS = {
     "gives blocks to a slot past the slots": ({"groups": [pb.GroupUpdate(new_blocks=column(9, 4))]}, "slot 9"),
     "gives a block past the pool": ({"groups": [pb.GroupUpdate(new_blocks=column(1, BLOCKS))]}, f"block {BLOCKS}"),
     "gives the null block": ({"groups": [pb.GroupUpdate(new_blocks=column(1, 0))]}, "block 0"),
+    "forces half a pair": ({"forced_ids": column(1)}, "forced_ids is not made of (slot, token id) pairs"),
+    "forces ids of a slot not in use": ({"forced_ids": column(2, 5)}, "forced_ids names slot 2"),
+    "forces ids of a slot past the slots": ({"forced_ids": column(9, 5)}, "slot 9 is past the 8 slots"),
+    "forces an id past the vocabulary": ({"forced_ids": column(1, 512)}, "forced_ids holds id 512"),
+    "forces more ids than the context": (
+        {"forced_ids": column(*[1, 5] * 125)},
+        "forced_ids: slot 1 goes past the 128 tokens of context",
+    ),
     "gives half a pair": ({"groups": [pb.GroupUpdate(new_blocks=column(1))]}, "pairs"),
     "gives more blocks than the context": (
         {"groups": [pb.GroupUpdate(new_blocks=column(*[1, 4] * 8))]},
@@ -145,7 +153,6 @@ BAD_PLANS = {
         "masked_slots names slot 2, which does not sample: it has computed 2 of 3 ids",
     ),
     # not served yet: refused by name
-    "forces ids": ({"slots": column(1), "forced_ids": column(1, 5)}, "forced_ids"),
     "traces": ({"slots": column(1), "traceparent": "00-1-2-01"}, "traceparent"),
 }
 
@@ -300,6 +307,41 @@ def test_rows_of_a_failed_slot_are_left_out_until_it_is_freed() -> None:
     begin(batch, step=6)
     again = begin(batch, step=7, started=[started(4)], slots=column(4), token_counts=column(3))
     assert again.slots.tolist() == [4] and again.failed_slots.size == 0
+
+
+def test_a_failed_row_keeps_a_placeholder_just_where_it_would_have_sampled() -> None:
+    """A scored prompt may fail in the middle: what is planned behind it samples, and waits for a mask, at its end."""
+    batch = PersistentBatch(SETTINGS, BLOCKS, 512)
+    request = started(0, token_ids=column(*[5] * 40), prompt_tokens=40, block_ids=[column(1, 2, 3)], prompt_logprobs=0)
+    begin(batch, step=1, started=[request], slots=column(0), token_counts=column(20))
+    batch.fail(np.array([0]))
+    inputs = begin(batch, step=2, slots=column(0), token_counts=column(20), masked_slots=column(0))
+    assert inputs.failed_slots.tolist() == [0]
+    batch.fail(inputs.failed_slots)
+    batch.fail(inputs.failed_slots)  # told twice, counted once
+    batch.fail(begin(batch, step=3, slots=column(0), masked_slots=column(0), computed_tokens=40).failed_slots)
+    with pytest.raises(BadPlanError, match="cannot compute 2 tokens: it has computed 41 of its 42 ids"):
+        begin(batch, step=4, slots=column(0), token_counts=column(2))
+
+
+def test_forced_ids_come_before_the_row_computes() -> None:
+    batch = make()
+    request = started(2, block_ids=[column(4)])
+    inputs = begin(
+        batch,
+        step=2,
+        started=[request],
+        forced_ids=column(1, 20, 2, 30, 1, 21),
+        slots=column(1, 2),
+        token_counts=column(3, 4),
+        masked_slots=column(1),
+    )
+    assert inputs.token_ids.tolist() == [8, 20, 21, 5, 6, 7, 30]
+    assert inputs.positions.tolist() == [3, 4, 5, 0, 1, 2, 3] and inputs.sampling_rows.tolist() == [0, 1]
+    rows = batch.sample_rows(inputs)
+    assert rows.positions.tolist() == [3, 1]  # the output positions that are drawn: 8, 20, 21 and 30 stand before them
+    batch.append(np.array([1, 2]), np.array([9, 10]))
+    assert begin(batch, step=3, slots=column(1, 2), computed_tokens=10).token_ids.tolist() == [9, 10]
 
 
 def test_a_prompt_that_fills_the_context_fails_alone_in_every_step_under_way() -> None:

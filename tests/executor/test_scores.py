@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from triptych.executor.v1 import executor_pb2 as pb
 
 from services.executor import scorer
 from services.executor.batch import PersistentBatch, ScoredSpan
@@ -148,6 +149,33 @@ async def test_a_row_whose_prompt_has_bad_logits_fails_samples_nothing_and_spare
         assert len(read(result.token_ids)) == 1 and [entry.slot for entry in result.prompt_logprobs] == [1]
         result = await run.step(freed_slots=column(0), slots=column(1), computed_tokens=3)
         assert len(read(result.token_ids)) == 1 and not result.prompt_logprobs
+        await run.close()
+
+
+async def test_a_failed_prompt_ends_no_neighbour_though_the_step_behind_it_waits_for_its_mask(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step in flight was planned while the prompt still was to sample; the epoch once ended with it."""
+
+    def poisoned(spans: Sequence[ScoredSpan], *_: object) -> scorer.Scored:
+        return scorer.Scored((), tuple(span.slot for span in spans))
+
+    monkeypatch.setattr("services.executor.executor.score", poisoned)
+    async with serve(tiny, num_blocks=9) as rig:
+        run = await RunStream.open(rig)
+        requests = [
+            started(0, token_ids=column(*range(5, 15)), prompt_tokens=10, block_ids=[column(1)], prompt_logprobs=0),
+            started(1, prompt_tokens=3, block_ids=[column(2)]),
+        ]
+        await run.send(started=requests, slots=column(1, 0), token_counts=column(3, 4))
+        await run.send(slots=column(1, 0), token_counts=column(6), masked_slots=column(0), computed_tokens=7)
+        assert [row.slot for row in (await run.result()).failed] == [0]
+        await run.send(slots=column(1, 0), masked_slots=column(0), computed_tokens=14)
+        for step in (2, 3):
+            mask = pb.Mask(slot=0, allowed_ids=column(9))
+            await run.call.write(pb.RunRequest(masks=pb.Masks(step=step, masks=[mask])))
+            result = await run.result()
+            assert [row.slot for row in result.failed] == [0] and len(read(result.token_ids)) == 1
         await run.close()
 
 

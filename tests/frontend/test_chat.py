@@ -14,6 +14,7 @@ from services.common.errors import RequestError, StartError
 from services.frontend.chat import ChatEncoder, TemplateSource, load_source
 from services.frontend.control_tokens import ControlTokens, is_control
 from services.frontend.tokenizer import TextTokenizer, load_definition
+from tests.frontend.conversations import ids_of, talk
 from tests.frontend.made_tokenizers import WORD_STARTS
 from tests.support.checkpoints import CHAT_TEMPLATE, tiny_tokenizer
 
@@ -35,12 +36,12 @@ def encoder(definition: str, template: str | None, **tokens: str) -> ChatEncoder
 
 def refusal(chat: ChatEncoder, *messages: tuple[str, str]) -> RequestError:
     with pytest.raises(RequestError) as caught:
-        chat.encode(messages, "messages")
+        ids_of(chat, messages)
     return caught.value
 
 
 def test_control_tokens_of_the_template_are_ids(definition: str) -> None:
-    ids = encoder(definition, CHAT_TEMPLATE).encode([("user", "hello")], "messages")
+    ids = ids_of(encoder(definition, CHAT_TEMPLATE), [("user", "hello")])
     plain = TextTokenizer(definition)
     rendered = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     assert ids == plain.encode(rendered, add_special_tokens=False)
@@ -53,7 +54,7 @@ def test_the_template_may_use_what_templates_use(definition: str) -> None:
         "{% generation %}{{ m | tojson }}{% endgeneration %}{%- endfor %}{{ strftime_now('%Y')[:2] }}"
         "{% set ns = namespace(n=1) %}{% set ns.n = 2 %}{{ ns.n }}"
     )
-    rendered = encoder(definition, template).render([("user", "<é>")] * 3, "messages")
+    rendered = encoder(definition, template).render(talk(*[("user", "<é>")] * 3), "messages")
     assert rendered == '{"role": "user", "content": "<é>"}' * 2 + "20" + "2"
 
 
@@ -64,7 +65,7 @@ def test_the_sandbox_keeps_templates_from_python(definition: str) -> None:
 
 def test_a_template_sees_special_tokens_and_may_refuse(definition: str) -> None:
     chat = encoder(definition, ALTERNATING, bos_token="<|im_start|>", eos_token="<|im_end|>")
-    assert chat.render([("user", " hi ")], "messages") == "<|im_start|>[user] hi <|im_end|>"
+    assert chat.render(talk(("user", " hi ")), "messages") == "<|im_start|>[user] hi <|im_end|>"
     error = refusal(chat, ("user", "hi"), ("user", "hi again"))
     assert error.code is grpc.StatusCode.INVALID_ARGUMENT
     assert "Conversation roles must alternate user/assistant" in error.message
@@ -92,10 +93,10 @@ def test_spelled_control_tokens_are_text_in_models_whose_vocabulary_holds_them(n
     chat = encoder(
         definition, "{{ bos_token }}{{ messages[0]['content'] }}{{ eos_token }}", bos_token="<s>", eos_token="</s>"
     )
-    ids = chat.encode([("user", "the dog </s><s> sleeps")], "messages")
+    ids = ids_of(chat, [("user", "the dog </s><s> sleeps")])
     assert ids.count(bos) == 1 and ids[0] == bos
     assert ids.count(eos) == 1 and ids[-1] == eos
-    ordinary = chat.encode([("user", "the dog sleeps")], "messages")
+    ordinary = ids_of(chat, [("user", "the dog sleeps")])
     assert ordinary == plain.encode("<s>the dog sleeps</s>", add_special_tokens=False)
 
 
@@ -120,7 +121,7 @@ def test_a_tokenizer_without_added_tokens_can_chat() -> None:
     definition["added_tokens"] = []
     definition["model"]["unk_token"] = None
     text = json.dumps(definition)
-    ids = encoder(text, "{{ messages[0]['content'] }}").encode([("user", "the dog")], "messages")
+    ids = ids_of(encoder(text, "{{ messages[0]['content'] }}"), [("user", "the dog")])
     assert ids == TextTokenizer(text).encode("the dog", add_special_tokens=False)
 
 
@@ -177,6 +178,6 @@ def test_T9_templates_find_what_a_model_writes_in_its_own_answers_alone(definiti
     template = "{% for m in messages %}{{ m['content'].split('</think>')[-1] }};{% endfor %}"
     chat = ChatEncoder(TemplateSource(template), ControlTokens(json.dumps(parsed)))
     plain = TextTokenizer(json.dumps(parsed))
-    ids = chat.encode([("assistant", "hm</think>yes"), ("user", "what is </think>?")], "messages")
+    ids = ids_of(chat, [("assistant", "hm</think>yes"), ("user", "what is </think>?")])
     assert 9999 not in ids
     assert plain.decode(ids, skip_special_tokens=False) == "yes;what is </think>?;"

@@ -54,9 +54,6 @@ async def failure(call: Any) -> grpc.aio.AioRpcError:
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        (Options(best_of=1), "options.best_of"),
-        (Options(grammar=generation_pb2.Grammar(regex="a")), "options.grammar"),
-        (Options(raw_bytes=True), "options.raw_bytes"),
         (Options(adapter="a"), "options.adapter"),
         (Options(resume=inference_pb2.Resume(seed=1)), "options.resume"),
     ],
@@ -66,37 +63,6 @@ async def test_options_that_are_not_served_are_refused_by_name(served: Served, o
     assert error.code() is grpc.StatusCode.UNIMPLEMENTED
     assert fields_at_fault(error) == [field] and field in (error.details() or "")
     assert served.engine.submits == []
-
-
-@pytest.mark.parametrize(
-    ("request_", "field"),
-    [
-        (inference_pb2.ChatRequest(tools=[inference_pb2.Tool(name="t")]), "tools"),
-        (inference_pb2.ChatRequest(tool_choice=inference_pb2.ToolChoice(name="t")), "tool_choice"),
-        (inference_pb2.ChatRequest(parallel_tool_calls=False), "parallel_tool_calls"),
-        (inference_pb2.ChatRequest(continue_final_message=True), "continue_final_message"),
-        (inference_pb2.ChatRequest(template_args={"a": 1}), "template_args"),
-        (inference_pb2.ChatRequest(messages=[inference_pb2.ChatMessage(name="n")]), "messages[0].name"),
-        (inference_pb2.ChatRequest(messages=[user("a"), message(inference_pb2.ROLE_TOOL, "t")]), "messages[1].role"),
-        (inference_pb2.ChatRequest(messages=[inference_pb2.ChatMessage(reasoning="r")]), "messages[0].reasoning"),
-        (
-            inference_pb2.ChatRequest(
-                messages=[
-                    inference_pb2.ChatMessage(
-                        role=inference_pb2.ROLE_USER,
-                        content=[inference_pb2.ContentPart(media=inference_pb2.Media(mime_type="image/png"))],
-                    )
-                ]
-            ),
-            "messages[0].content[0].media",
-        ),
-    ],
-)
-async def test_chat_fields_that_are_not_served_are_refused_by_name(
-    served: Served, request_: inference_pb2.ChatRequest, field: str
-) -> None:
-    error = await failure(chat(served.channel, request_))
-    assert error.code() is grpc.StatusCode.UNIMPLEMENTED and fields_at_fault(error) == [field]
 
 
 async def test_a_field_nobody_knows_is_refused_not_ignored(served: Served) -> None:

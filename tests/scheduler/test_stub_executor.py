@@ -42,6 +42,8 @@ def plan(
     counts: list[int] | None = None,
     computed: int | None = None,
     copies: list[int] | None = None,
+    forced: list[int] | None = None,
+    masked: list[int] | None = None,
 ) -> executor_pb2.StepPlan:
     groups = [executor_pb2.GroupUpdate(new_blocks=ids_column(new_blocks or []), copies=ids_column(copies or []))]
     return executor_pb2.StepPlan(
@@ -52,6 +54,8 @@ def plan(
         slots=ids_column(slots or []),
         token_counts=ids_column(counts or []),
         computed_tokens=computed,
+        forced_ids=ids_column(forced or []),
+        masked_slots=ids_column(masked or []),
     )
 
 
@@ -84,8 +88,9 @@ def plan(
         (plan(3, copies=[1, 1]), "or itself"),
         (plan(3, copies=[0, 1]), "block 0 is outside"),
         (plan(3, copies=[1, 3, 2, 3]), r"copies from \[1, 2\] to \[3, 3\]"),
-        (executor_pb2.StepPlan(step=3, forced_ids=b"12345678"), "forced_ids"),
-        (executor_pb2.StepPlan(step=3, masked_slots=b"1234"), "masked_slots"),
+        (plan(3, forced=[9, 1]), "slot 9 is not in use"),
+        (plan(3, forced=[1, 999]), "slot 1: forced id 999 at"),
+        (plan(3, masked=[1]), r"slots \[1\] are masked, \[\] sample"),
     ],
 )
 def test_a_plan_that_breaks_the_contract_is_found(bad: executor_pb2.StepPlan, complaint: str) -> None:

@@ -247,7 +247,7 @@ class CoreDriver:
                 counts.append(0)
             elif key in self.failing | self.idless or row.slot.failed:
                 self.failing.discard(key)
-                row.slot.fail()
+                row.slot.fail(samples=True)
                 failed[row.number] = NO_ID_LEFT if key in self.idless else "BAD_LOGITS"
                 scores.pop(row.number, None)
                 counts.append(0)

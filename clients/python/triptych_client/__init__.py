@@ -22,6 +22,7 @@ from triptych_client.results import (
     Usage,
 )
 from triptych_client.stream import Stream
+from triptych_client.tools import Tool
 
 __all__ = [
     "DEFAULT_ADDRESS",
@@ -38,6 +39,7 @@ __all__ = [
     "SamplingArgs",
     "Stream",
     "TokenLogprob",
+    "Tool",
     "ToolCall",
     "TriptychError",
     "Usage",

@@ -17,6 +17,7 @@ from triptych_client.messages import MessageLike
 from triptych_client.options import OptionArgs
 from triptych_client.results import Completion, Model
 from triptych_client.stream import Response, Stream
+from triptych_client.tools import ToolChoiceLike, ToolLike
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -97,8 +98,8 @@ class Client:
         self,
         messages: str | Iterable[MessageLike],
         *,
-        tools: Iterable[inference_pb2.Tool] = (),
-        tool_choice: inference_pb2.ToolChoice | None = None,
+        tools: Iterable[ToolLike] = (),
+        tool_choice: ToolChoiceLike | None = None,
         parallel_tool_calls: bool | None = None,
         continue_final_message: bool = False,
         template_args: Mapping[str, Any] | None = None,
@@ -122,8 +123,8 @@ class Client:
         self,
         messages: str | Iterable[MessageLike],
         *,
-        tools: Iterable[inference_pb2.Tool] = (),
-        tool_choice: inference_pb2.ToolChoice | None = None,
+        tools: Iterable[ToolLike] = (),
+        tool_choice: ToolChoiceLike | None = None,
         parallel_tool_calls: bool | None = None,
         continue_final_message: bool = False,
         template_args: Mapping[str, Any] | None = None,

@@ -9,8 +9,10 @@ from triptych.inference.v1 import inference_pb2
 
 from triptych_client import messages as _messages
 from triptych_client import options as _options
+from triptych_client import tools as _tools
 from triptych_client.messages import MessageLike
 from triptych_client.options import OptionArgs
+from triptych_client.tools import ToolChoiceLike, ToolLike
 
 TENANT_KEY = "triptych-tenant"
 TENANT_BYTES = 128
@@ -40,8 +42,8 @@ def generate(
 def chat(
     model: str,
     messages: str | Iterable[MessageLike],
-    tools: Iterable[inference_pb2.Tool],
-    tool_choice: inference_pb2.ToolChoice | None,
+    tools: Iterable[ToolLike],
+    tool_choice: ToolChoiceLike | None,
     parallel_tool_calls: bool | None,
     continue_final_message: bool,
     template_args: Mapping[str, Any] | None,
@@ -51,8 +53,8 @@ def chat(
     request = inference_pb2.ChatRequest(
         model=model,
         messages=_messages.to_proto(messages),
-        tools=tools,
-        tool_choice=tool_choice,
+        tools=_tools.to_proto(tools),
+        tool_choice=_tools.choice_to_proto(tool_choice),
         parallel_tool_calls=parallel_tool_calls,
         continue_final_message=continue_final_message,
         options=_options.to_proto(options),

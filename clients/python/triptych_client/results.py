@@ -121,6 +121,16 @@ class Completion:
         """The first choice's."""
         return self.choices[0].finish
 
+    @property
+    def reasoning(self) -> str:
+        """The first choice's."""
+        return self.choices[0].reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The first choice's."""
+        return self.choices[0].tool_calls
+
 
 @dataclass(frozen=True)
 class Model:

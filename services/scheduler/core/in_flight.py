@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from services.scheduler.core.request import Request
-from services.scheduler.core.step import ResultError, Start, StepPlan, StepResult
+from services.scheduler.core.step import MaskedRow, ResultError, Start, StepPlan, StepResult
 
 
 @dataclass
@@ -63,8 +63,8 @@ class Step:
         """Whether it has no rows."""
         return not self.singles and not self.chunks
 
-    def depart(self, freed_slots: list[int]) -> StepPlan:
-        """The finished plan; its requests move forward now."""
+    def depart(self, freed_slots: list[int], *, any_masked: bool = False) -> StepPlan:
+        """The finished plan; its requests move forward now. `any_masked`: there are masked ones among all requests."""
         number, computed_before = self.number, 0
         singles = self.singles
         # One token may be a prompt of one, or what was left of a longer one.
@@ -94,6 +94,7 @@ class Step:
         self.requests = [*singles, *(chunk.request for chunk in chunks)]
         self.row_slots = [request.slot for request in self.requests]
         self.token_counts = [1] * len(singles) + [chunk.count for chunk in chunks]
+        masked = self._masked_rows() if any_masked else []
         return StepPlan(
             step=number,
             freed_slots=freed_slots,
@@ -103,7 +104,26 @@ class Step:
             token_counts=self.token_counts,
             computed_tokens=computed_before,
             copies=self.copies,
+            forced_ids=self._forced_ids() if any_masked else [],
+            masked=masked,
         )
+
+    def _masked_rows(self) -> list[MaskedRow]:
+        rows = zip(self.requests, self.samples, strict=True)
+        return [
+            MaskedRow(request.key, request.slot, request.num_tokens - 1 - request.prompt_tokens)
+            for request, samples in rows
+            if samples and request.is_masked
+        ]
+
+    def _forced_ids(self) -> list[tuple[int, int]]:
+        """What the executor does not know of its requests yet; it does from now on."""
+        forced = []
+        for request in self.requests:
+            if request.unsent_forced:
+                forced += [(request.slot, token_id) for token_id in request.unsent_forced]
+                request.unsent_forced = []
+        return forced
 
     def _expect_scores(self, request: Request, start: int) -> None:
         """Computing the tokens from `start` on foretells the ids one position on, as far as they are the prompt's."""

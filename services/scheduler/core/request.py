@@ -32,8 +32,9 @@ class Submission:
     uint32 [prompt]; `sampling` crosses the core unread. A stop id counts from output position `min_tokens` on. Lower
     `priority` runs first. `digests` are those of the prompt's full blocks, 32 bytes each, chained to `root_digest`;
     without a root the request has no part in the prefix cache. `prompt_logprobs` are told of choice 0 alone, whose
-    prompt is computed whole for them; `max_tokens` 0 is for a prompt that is scored and not continued. Times are ns of
-    the clock that is passed to the core.
+    prompt is computed whole for them; `max_tokens` 0 is for a prompt that is scored and not continued. Each id of a
+    masked one is drawn under a mask that somebody else makes; a stepwise one, which is masked too, goes on only when
+    `Scheduler.force` has told what follows its last id. Times are ns of the clock that is passed to the core.
     """
 
     key: RequestKey
@@ -51,6 +52,8 @@ class Submission:
     tenant: str = ""
     root_digest: bytes = b""
     digests: bytes = b""
+    is_masked: bool = False
+    is_stepwise: bool = False
     is_counted: bool = True
     """Whether it takes room in the queue; what the engine asks of itself does not."""
 
@@ -88,6 +91,8 @@ class FailureKind(Enum):
     BAD_TOKEN_ID = "bad token id"
     ROW_FAILED = "row failed"
     NO_ID_LEFT = "no id left"
+    GRAMMAR_FAILED = "grammar failed"
+    GRAMMAR_CONTRADICTED = "grammar contradicted"
     EXECUTOR_LOST = "executor lost"
     DRAINING = "draining"
 
@@ -112,13 +117,16 @@ class Request:
 
     __slots__ = (
         "account",
+        "awaits_forced",
         "blocks",
         "cached_tokens",
         "counts_prompt",
         "digests",
         "ended",
         "first_token_ns",
+        "is_masked",
         "is_scored",
+        "is_stepwise",
         "key",
         "last_computed",
         "last_id_ns",
@@ -143,6 +151,7 @@ class Request:
         "slot",
         "stop_ids",
         "submission",
+        "unsent_forced",
     )
 
     def __init__(
@@ -179,6 +188,12 @@ class Request:
         # Nothing comes before the first id that could foretell it.
         self.next_scored = 1 if submission.has_scores and choice == 0 else self.num_tokens
         self.is_scored = False
+        self.is_masked = submission.is_masked
+        self.is_stepwise = submission.is_stepwise
+        self.awaits_forced = False
+        """An id was applied, and what follows it was not told yet."""
+        self.unsent_forced: list[int] = []
+        """Ids of the output that the executor, which has the request, does not know yet."""
         self.blocks: list[int] = []
         self.room_tokens = 0
         """Tokens that `blocks` hold; a number of its own, since it is compared in every step."""
@@ -219,6 +234,11 @@ class Request:
     def wants_scores(self) -> bool:
         """Logprobs of prompt ids were asked for, and some have not been told."""
         return self.next_scored < len(self.submission.prompt_ids)
+
+    @property
+    def is_held(self) -> bool:
+        """Nothing of it is planned now: its last id is on its way, and ids may be forced behind that one."""
+        return self.is_stepwise and (self.awaits_forced or self.num_known != self.num_tokens)
 
     def token_ids(self) -> npt.NDArray[np.uint32]:
         """Prompt, then output, uint32."""

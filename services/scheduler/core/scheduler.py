@@ -22,6 +22,7 @@ preempted for another and fits alone (see `gate`), so it always moves.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 
 from services.scheduler.core import books, gate
@@ -81,6 +82,7 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._arrivals = 0
         self._num_uncounted = 0
+        self._num_masked = 0
         self._next_step = 1
         self._begin_epoch()
 
@@ -187,6 +189,7 @@ class Scheduler:
             return failure
         account = self._tenants.open(submission.tenant, submission.num_choices)
         self._num_uncounted += not submission.is_counted
+        self._num_masked += submission.num_choices * submission.is_masked
         siblings: list[Request] = []
         for choice in range(submission.num_choices):
             request = Request(submission, choice, self._arrivals, now_ns, account, digests.copy(), siblings)
@@ -290,6 +293,7 @@ class Scheduler:
         self._tenants.ended(request.account)
         self.counters.ended(request)
         self._num_uncounted -= not request.submission.is_counted
+        self._num_masked -= request.is_masked
         if not self._requests:
             self._deadlines.clear()
 
@@ -315,7 +319,7 @@ class Scheduler:
             return None
         self._in_flight.append(step)
         self._next_step += 1
-        return step.depart(self._slots.announce(step.number))
+        return step.depart(self._slots.announce(step.number), any_masked=self._num_masked > 0)
 
     def _plan_decodes(self, step: Step) -> list[Request]:
         """Adds the requests that miss one token; returns those that miss more."""
@@ -324,8 +328,13 @@ class Scheduler:
         for request in self._running:  # it may shrink from its end, which a list's iterator allows
             computed = request.num_computed
             if request.num_tokens - computed > 1:
+                missing = request.num_tokens - request.room_tokens  # where ids were forced
+                if missing > 0 and not self._grow(request, step, -(-missing // self.limits.block_tokens)):
+                    break
                 prefills.append(request)
             elif computed < request.last_computed and budget > 0:  # else its last id is on its way
+                if request.is_stepwise and request.is_held:
+                    continue
                 if computed == request.room_tokens and not self._grow(request, step):
                     break  # it was the last, and is preempted
                 singles.append(request)
@@ -333,14 +342,15 @@ class Scheduler:
         step.budget = budget
         return prefills
 
-    def _grow(self, request: Request, step: Step) -> bool:
-        """One block more, for which the last by rank are preempted; False if that was `request` itself."""
-        while self._pool.num_free == 0:
+    def _grow(self, request: Request, step: Step, count: int = 1) -> bool:
+        """So many blocks more, for which the last by rank are preempted; False, and none, if that was `request`."""
+        while self._pool.num_free < count:
             last = self._running[-1]
             self._preempt(last)
             if last is request:
                 return False
-        step.new_blocks.append((request.slot, self._residents.grow(request)))
+        for _ in range(count):
+            step.new_blocks.append((request.slot, self._residents.grow(request)))
         return True
 
     def _preempt(self, request: Request) -> None:
@@ -360,8 +370,8 @@ class Scheduler:
         passed: list[Request] = []
         for request in self._waiting:
             is_due = request.overtaken >= self.limits.max_overtakes
-            # What was preempted cannot be named whole while its last id is on its way.
-            if request.num_known == request.num_tokens:
+            # What was preempted cannot be named whole while its last id is on its way, or ids that follow it.
+            if request.num_known == request.num_tokens and not request.awaits_forced:
                 placement = place(request, self._pool, self.limits.block_tokens)
                 if placement is None:
                     continue
@@ -384,6 +394,7 @@ class Scheduler:
         request.overtaken = 0
         step.num_named += request.num_tokens
         request.is_scored = request.wants_scores
+        request.unsent_forced = []
         if request.scheduled_ns == 0:
             request.scheduled_ns = now_ns
             request.account.served += PROMPT_WEIGHT * request.num_to_compute
@@ -468,6 +479,7 @@ class Scheduler:
                         request.last_id_ns = now_ns
                         request.account.served += OUTPUT_WEIGHT
                         length = len(output)
+                        request.awaits_forced = request.is_stepwise
                         if length == 1:
                             self._note_first(request, now_ns, updates)
                         if token_id in request.stop_ids and length > request.min_tokens:
@@ -481,6 +493,56 @@ class Scheduler:
             place += count
         updates.take_ids(token_ids, dropped)
         self.counters.ids_told(len(keys), sum(key in hidden for key in keys) if hidden else 0, earlier_ns, now_ns)
+
+    # -- grammars, whose states somebody else keeps
+
+    def force(self, key: RequestKey, token_ids: Sequence[int], now_ns: int) -> Updates:
+        """Appends the ids, perhaps none, that follow the last one of a stepwise request, which may go on now.
+
+        They count as the output's: a stop id among them, or the length, ends it. Nothing happens to one that has ended.
+        """
+        updates = Updates(self._applied_step)
+        request = self._requests.get(key)
+        if request is None or not request.awaits_forced:
+            return updates
+        request.awaits_forced = False
+        taken = self._forcible(request, token_ids)
+        if taken:
+            request.output += taken
+            request.num_tokens = request.num_known
+            if request.slot != NO_SLOT:
+                request.unsent_forced += taken
+            request.account.served += OUTPUT_WEIGHT * len(taken)
+            updates.add_forced(key, taken)
+            self.counters.output_tokens += len(taken) * request.submission.is_counted
+            if taken[-1] in request.stop_ids and len(request.output) > request.min_tokens:
+                self._finish(request, FinishReason.STOP, taken[-1], now_ns, updates)
+            elif len(request.output) >= request.max_tokens:
+                self._finish(request, FinishReason.LENGTH, None, now_ns, updates)
+        return updates
+
+    def _forcible(self, request: Request, token_ids: Sequence[int]) -> list[int]:
+        """Those of the ids that the request takes: up to its length, and to the first that stops it."""
+        taken: list[int] = []
+        for token_id in token_ids[: request.max_tokens - len(request.output)]:
+            taken.append(token_id)
+            if token_id in request.stop_ids and len(request.output) + len(taken) > request.min_tokens:
+                break
+        return taken
+
+    def finish(self, key: RequestKey, now_ns: int) -> Updates:
+        """Ends a request whose grammar is at its end, as a stop id would."""
+        updates = Updates(self._applied_step)
+        if (request := self._requests.get(key)) is not None:
+            self._finish(request, FinishReason.STOP, None, now_ns, updates)
+        return updates
+
+    def fail(self, key: RequestKey, kind: FailureKind, message: str) -> Updates:
+        """Ends a request that cannot go on, alone."""
+        updates = Updates(self._applied_step)
+        if (request := self._requests.get(key)) is not None:
+            self._fail(request, kind, message, updates)
+        return updates
 
     def _hidden_keys(self, step: Step) -> set[RequestKey]:
         """The rows of a step that do not count; most often nobody's."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,12 +38,21 @@ class Start:
     is_scored: bool = False
 
 
+class MaskedRow(NamedTuple):
+    """A row whose id is drawn under a mask: the id's position in the request's output, from 0."""
+
+    key: RequestKey
+    slot: int
+    position: int
+
+
 @dataclass(frozen=True, eq=False)
 class StepPlan:
     """One step. `slots` and `token_counts` are its rows, those that compute one token first.
 
     `freed_slots` are freed before anything starts, `new_blocks` are (slot, block) pairs appended to tables, `copies`
-    are (source, destination) blocks copied after the writes of earlier steps and before those of this one.
+    are (source, destination) blocks copied after the writes of earlier steps and before those of this one. `forced_ids`
+    are (slot, id) pairs appended before the rows compute; `masked` are the rows that wait for their masks.
     `computed_tokens` is the sum, over the rows, of the tokens computed before this step.
     """
 
@@ -54,6 +64,8 @@ class StepPlan:
     token_counts: list[int]
     computed_tokens: int
     copies: list[tuple[int, int]] = field(default_factory=list)
+    forced_ids: list[tuple[int, int]] = field(default_factory=list)
+    masked: list[MaskedRow] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -133,7 +145,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Finished:
-    """A request's last id. `stop_id` is set with STOP."""
+    """A request's last id. `stop_id` is set with STOP, but for the end of a grammar."""
 
     key: RequestKey
     reason: FinishReason
@@ -168,3 +180,10 @@ class Updates:
             self.places = [place for place in self.places if place not in dropped]
             self.token_ids = [token_ids[place] for place in self.places]
         self.counts = [1] * len(self.keys)
+
+    def add_forced(self, key: RequestKey, token_ids: list[int]) -> None:
+        """Ids that no step has drawn: they have no place in a result."""
+        self.keys.append(key)
+        self.counts.append(len(token_ids))
+        self.token_ids += token_ids
+        self.places = [*self.places, *[-1] * len(token_ids)]

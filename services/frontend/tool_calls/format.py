@@ -1,0 +1,32 @@
+"""What a format of tool calls is: how its calls are read, and what spans of text hold a model to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from services.frontend.tape import Reading, Tape
+
+
+@dataclass(frozen=True)
+class Span:
+    """A call as text: what opens it, its arguments, what closes it. Once `trigger` is written, a span must follow."""
+
+    begin: str
+    end: str
+    trigger: str
+
+
+@dataclass(frozen=True)
+class ToolCallFormat:
+    """`read` gives calls and text to a tape; `marks` are what of it may be special tokens of a tokenizer.
+
+    `span` is a call of the named tool. None where arguments are not JSON: then a model that is held to a schema is
+    held to, and read in, the format that `held` names.
+    """
+
+    name: str
+    read: Callable[[Tape], Reading[None]]
+    marks: tuple[str, ...]
+    span: Callable[[str], Span] | None
+    held: str = ""

@@ -1,0 +1,122 @@
+"""Grammars on their way to the core: compiled in a thread, kept by digest, and their requests held until then.
+
+The frontend has compiled each within its budget already; llguidance's own limits bound it here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from llguidance import LLMatcher
+
+from services.common import checkpoint
+from services.common.errors import RequestError, StartError, invalid
+from services.common.grammar import Grammar, GrammarError
+from services.common.grammar_compiler import Compiler
+from services.scheduler.core.request import RequestKey
+
+KEPT_GRAMMARS = 64
+"""A matcher at its start each, with what was found out about its language on the way."""
+
+log = logging.getLogger(__name__)
+
+Proceed = Callable[[LLMatcher | RequestError], None]
+"""What is done with a request once its grammar is compiled, or cannot be."""
+
+
+class GrammarCompiling:
+    """Lives on the event loop. `folder` is the checkpoint's; `start` reads its tokenizer while the model loads."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._reading: asyncio.Future[Compiler | None] | None = None
+        self._compiler: Compiler | None = None
+        self._kept: OrderedDict[bytes, LLMatcher] = OrderedDict()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar-compiler")
+        self._waiting: dict[RequestKey, asyncio.Task[None]] = {}
+        self._pending: dict[bytes, asyncio.Future[LLMatcher]] = {}
+
+    def start(self) -> None:
+        """Begins to read the tokenizer, off the event loop."""
+        if self._reading is None:
+            self._reading = asyncio.get_running_loop().run_in_executor(self._pool, self._read)
+
+    async def is_served(self) -> bool:
+        """Whether grammars are served: the tokenizer could be read."""
+        self.start()
+        assert self._reading is not None
+        self._compiler = await self._reading
+        return self._compiler is not None
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests whose grammar is being compiled."""
+        return len(self._waiting)
+
+    def __contains__(self, key: RequestKey) -> bool:
+        return key in self._waiting
+
+    def submit(self, key: RequestKey, grammar: Grammar, proceed: Proceed) -> None:
+        """Calls `proceed` with a matcher of its own, now where the grammar is known, else later."""
+        digest = grammar.digest
+        if (known := self._kept.get(digest)) is not None:
+            self._kept.move_to_end(digest)
+            proceed(known.deep_copy())
+            return
+        self._waiting[key] = asyncio.create_task(self._compile(key, grammar, digest, proceed))
+
+    def drop(self, key: RequestKey) -> None:
+        """It has been aborted; an unknown one is ignored."""
+        if (task := self._waiting.pop(key, None)) is not None:
+            task.cancel()
+
+    def keys_of(self, frontend: int) -> list[RequestKey]:
+        """Those of one frontend that wait."""
+        return [key for key in self._waiting if key.frontend == frontend]
+
+    def close(self) -> None:
+        """Drops what waits; the compilation that runs, if any, ends by itself."""
+        for key in list(self._waiting):
+            self.drop(key)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _compile(self, key: RequestKey, grammar: Grammar, digest: bytes, proceed: Proceed) -> None:
+        result: LLMatcher | RequestError
+        try:
+            result = (await asyncio.shield(self._matcher(grammar, digest))).deep_copy()
+        except GrammarError as error:
+            result = invalid(error.under("grammar"), error.description, "GRAMMAR")
+        if self._waiting.pop(key, None) is not None:
+            proceed(result)
+
+    def _matcher(self, grammar: Grammar, digest: bytes) -> asyncio.Future[LLMatcher]:
+        """One compilation for all that ask for the same."""
+        if (pending := self._pending.get(digest)) is not None:
+            return pending
+        compiler = self._compiler
+        if compiler is None:
+            raise RuntimeError("a grammar before start")
+        future = asyncio.get_running_loop().run_in_executor(self._pool, compiler.compile, grammar)
+        self._pending[digest] = future
+        future.add_done_callback(lambda done: self._keep(digest, done))
+        return future
+
+    def _keep(self, digest: bytes, done: asyncio.Future[LLMatcher]) -> None:
+        del self._pending[digest]
+        if done.cancelled() or done.exception() is not None:
+            return
+        self._kept[digest] = done.result()
+        while len(self._kept) > KEPT_GRAMMARS:
+            self._kept.popitem(last=False)
+
+    def _read(self) -> Compiler | None:
+        try:
+            return Compiler(self._folder, checkpoint.read_config(self._folder).eos_token_ids)
+        except StartError as error:
+            log.warning("grammars are not served: %s", error)
+            return None
