@@ -27,6 +27,7 @@ from triptych.inference.v1 import generation_pb2
 
 from loadtest.stub_cache import StubCache
 from loadtest.stub_steps import StubRequest, StubStep
+from services.common.contract import TRACE_CONTEXT
 from services.common.server import server_options
 
 NextId = Callable[[tuple[int, ...], int], int]
@@ -102,6 +103,7 @@ class StubEngine:
         """Prompt positions of each request."""
         self.fragment_bytes = fragment_bytes
         self.fragments: list[engine_pb2.Fragment] = []
+        self.features = [TRACE_CONTEXT]
         self._step_s = step_s
         self._heartbeat_s = heartbeat_s
         self._state: engine_pb2.EngineState.ValueType = engine_pb2.ENGINE_STATE_SERVING
@@ -204,6 +206,7 @@ class StubEngine:
         """What a loaded engine says."""
         return engine_pb2.EngineHello(
             version=self.faults.hello_version,
+            features=self.features,
             engine_id=self._engine_id,
             model=self._model,
             fingerprint="f" * 64,

@@ -12,6 +12,9 @@ from services.common.errors import unserved
 PROTOCOL_VERSION = 1
 """The version of the two internal contracts that this code speaks; the hellos carry a range."""
 
+TRACE_CONTEXT = "trace-context"
+"""Feature of an engine: Submit's traceparent and tracestate."""
+
 SAMPLING = "triptych.inference.v1.Sampling"
 SERVED_SAMPLING = frozenset(
     {

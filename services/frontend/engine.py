@@ -40,6 +40,8 @@ class Submission:
     tenant: str = ""
     digests: BlockDigests | None = None
     prompt_logprobs: int | None = None
+    traceparent: str = ""
+    tracestate: str = ""
 
 
 @dataclass(frozen=True)

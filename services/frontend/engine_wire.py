@@ -66,6 +66,8 @@ def submit(request_id: int, submission: Submission) -> engine_pb2.AttachRequest:
             root_digest=submission.digests.root if submission.digests else b"",
             arrived_unix_ns=submission.arrived_unix_ns,
             timeout_ms=submission.timeout_ms,
+            traceparent=submission.traceparent,
+            tracestate=submission.tracestate,
         )
     )
 
@@ -109,6 +111,7 @@ def read_hello(message: engine_pb2.EngineHello) -> EngineFacts:
         max_choices=max(message.max_choices, 1),
         max_logprobs=message.max_logprobs,
         fragment_bytes=message.fragment_bytes,
+        features=frozenset(message.features),
     )
 
 

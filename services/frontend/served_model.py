@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 
@@ -24,6 +25,8 @@ class ServedModel:
     """Text goes in and comes out through this; nothing in it changes after start."""
 
     name: str
+    path: Path
+    """The checkpoint's folder."""
     aliases: tuple[str, ...]
     revision: str
     tokenizer: TextTokenizer
@@ -75,6 +78,7 @@ def load(
     name = served_name or checkpoint.name(path)
     return ServedModel(
         name=name,
+        path=path,
         aliases=tuple(alias for alias in dict.fromkeys(aliases) if alias != name),
         revision=checkpoint.revision(path),
         tokenizer=tokenizer.load(definition, path),

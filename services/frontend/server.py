@@ -8,12 +8,13 @@ import logging
 
 from triptych.inference.v1 import inference_pb2_grpc
 
-from services.common.errors import unavailable
+from services.common.errors import StartError, unavailable
 from services.common.server import Server
 from services.common.startup import Startup
 from services.frontend import served_model, service
 from services.frontend.calls import Calls
 from services.frontend.config import FrontendConfig
+from services.frontend.engine_admin import EngineAdmin
 from services.frontend.engine_client import HEARTBEAT_LIMIT_S, EngineClient
 from services.frontend.service import InferenceService
 
@@ -39,11 +40,29 @@ class Frontend:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
             InferenceService(self.model, self.engine, self.calls, config.limits()), self.server.grpc
         )
+        self._services = [service.NAME]
+        self._admin: EngineAdmin | None = None
+        if config.vllm_adapter:
+            self._add_vllm_adapter()
         self._watch: asyncio.Task[None] | None = None
+
+    def _add_vllm_adapter(self) -> None:
+        try:
+            from services.frontend.adapters import vllm
+        except ModuleNotFoundError as error:
+            raise StartError(
+                f"vllm_adapter is on, and needs its extra: pip install 'triptych[vllm-adapter]' ({error.name} is not "
+                "installed)"
+            ) from error
+        self._admin = EngineAdmin(self._config.engine)
+        adapter = vllm.VllmEngineService(self.model, self.engine, self._admin, self.calls, self._config.limits())
+        vllm.add_to_server(adapter, self.server.grpc)
+        self.server.health.also_generates(vllm.NAME)
+        self._services.append(vllm.NAME)
 
     async def start(self) -> None:
         """Listens, begins to attach to the engine, and is ready; `generate` follows the engine."""
-        await self.server.start([service.NAME])
+        await self.server.start(self._services)
         await self.engine.start()
         self._watch = asyncio.create_task(self._watch_engine())
         await self.server.health.set_ready(True)
@@ -77,6 +96,8 @@ class Frontend:
 
     async def _end(self) -> None:
         await self._stop_watching()
+        if self._admin is not None:
+            await self._admin.close()
         await self.engine.close()
 
     async def _stop_watching(self) -> None:

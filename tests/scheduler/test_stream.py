@@ -215,8 +215,6 @@ async def test_heartbeats_come_each_second(model: Path) -> None:
 UNSERVED = {
     "grammar": generation_pb2.Grammar(regex="a"),
     "adapter": "a",
-    "traceparent": "00-0-0-01",
-    "tracestate": "a=b",
     "resumed": [engine_pb2.Submit.Resumed(choice=0)],
 }
 
