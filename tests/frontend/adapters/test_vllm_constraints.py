@@ -140,10 +140,9 @@ def test_what_is_no_structural_tag_or_not_read_is_refused_by_its_place(text: str
         ("token_ids.ids[3]", "tokenized.input_ids[3]"),
         ("token_ids", "tokenized.input_ids"),
         ("options.include_stop_string", "sampling_params.include_stop_str_in_output"),
-        ("options.grammar.json_schema", "sampling_params.json_schema"),
         ("options.grammar.lark", "sampling_params.grammar"),
         ("options.grammar.choices.values[2]", "sampling_params.choice.choices[2]"),
-        ("options.grammar", "sampling_params"),
+        ("options.grammar", "sampling_params.grammar"),
         ("options.label", "request_id"),
         ("text", "text"),
         ("triptych-tenant", "triptych-tenant"),
@@ -152,3 +151,9 @@ def test_what_is_no_structural_tag_or_not_read_is_refused_by_its_place(text: str
 )
 def test_an_error_of_our_own_door_names_the_adapters_field(ours: str, named: str) -> None:
     assert theirs(ours) == named
+
+
+def test_an_error_about_a_grammar_names_the_constraint_that_was_asked_for() -> None:
+    assert theirs("options.grammar.json_schema", "json_schema") == "sampling_params.json_schema"
+    assert theirs("options.grammar.json_schema", "json_object") == "sampling_params.json_object"
+    assert theirs("options.grammar", "structural_tag") == "sampling_params.structural_tag"

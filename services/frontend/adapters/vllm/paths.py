@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from smg_grpc_proto import vllm_engine_pb2
+
 from services.common.errors import RequestError, Violation
 
 PARAMS = "sampling_params"
@@ -14,11 +16,8 @@ PARAMS = "sampling_params"
 _NAMES = (
     (r"token_ids(\.ids)?", "tokenized.input_ids"),
     (r"options\.sampling", PARAMS),
-    (r"options\.grammar\.json_schema", f"{PARAMS}.json_schema"),
-    (r"options\.grammar\.lark", f"{PARAMS}.grammar"),
     (r"options\.grammar\.choices(\.values)?", f"{PARAMS}.choice.choices"),
-    (r"options\.grammar\.structural_tags", f"{PARAMS}.structural_tag"),
-    (r"options\.grammar", PARAMS),
+    (r"options\.grammar(\.\w+)?", f"{PARAMS}.{{constraint}}"),
     (r"options\.include_stop_string", f"{PARAMS}.include_stop_str_in_output"),
     (r"options\.label", "request_id"),
     (r"options", PARAMS),
@@ -26,26 +25,26 @@ _NAMES = (
 _PATTERNS = tuple((re.compile(rf"{ours}(?=[.\[]|$)"), theirs) for ours, theirs in _NAMES)
 
 
-def theirs(path: str) -> str:
-    """The adapter's name of a field of our own API; any other name stays."""
+def theirs(path: str, constraint: str = "grammar") -> str:
+    """The adapter's name of a field of our own API; any other name stays. `constraint` is the one that a request has."""
     for pattern, name in _PATTERNS:
         if found := pattern.match(path):
-            return name + path[found.end() :]
+            return name.format(constraint=constraint) + path[found.end() :]
     return path
 
 
 @contextmanager
-def named_as_theirs() -> Iterator[None]:
+def named_as_theirs(request: vllm_engine_pb2.GenerateRequest) -> Iterator[None]:
     """Around what may raise a RequestError about a request of the adapter's."""
     try:
         yield
     except RequestError as error:
-        raise renamed(error) from error
+        constraint = request.sampling_params.WhichOneof("constraint")
+        raise _renamed(error, constraint or "constraint") from error
 
 
-def renamed(error: RequestError) -> RequestError:
-    """The same error, with the adapter's names of fields."""
-    violations = tuple(Violation(theirs(each.field), each.description) for each in error.violations)
+def _renamed(error: RequestError, constraint: str) -> RequestError:
+    violations = tuple(Violation(theirs(each.field, constraint), each.description) for each in error.violations)
     message = error.message
     for old, new in zip(error.violations, violations, strict=True):
         if message.startswith(old.field):  # as `invalid` and `unserved` write it

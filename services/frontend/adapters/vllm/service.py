@@ -60,7 +60,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Ids for ids, or for text; in chunks or at the end."""
         self._server.received()
-        with self._calls.entered(), self._running.entered(request.request_id) as running, named_as_theirs():
+        with self._calls.entered(), self._running.entered(request.request_id) as running, named_as_theirs(request):
             call = Call(new_id(), tenant_of(context), context)
             job = await self._prepare(request)
             await self._answer(job, call, running, stream=request.stream)
@@ -101,8 +101,13 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         return pb.AbortResponse()
 
     async def HealthCheck(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:
-        """Whether a token could be made now, and if not, why."""
+        """Whether a token could be made now, and if not, why.
+
+        UNAVAILABLE until an engine has told the model's facts: a gateway that starts before then goes on waiting, and
+        asks GetModelInfo, which it does only once, when there is an answer.
+        """
         DOOR.check(request)
+        self._facts()
         if self._calls.draining:
             return pb.HealthCheckResponse(healthy=False, message="this frontend is shutting down")
         if self._engine.can_generate():
