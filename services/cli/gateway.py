@@ -75,8 +75,6 @@ def smg_arguments(listen: str, frontends: Sequence[str]) -> list[str]:
         METRICS_HOST,
         "--prometheus-port",
         str(free_port(METRICS_HOST, 0)),
-        "--log-level",
-        "warn",
         "--worker-urls",
         *(f"grpc://{frontend}" for frontend in frontends),
     ]

@@ -84,7 +84,8 @@ def _gateway(asked: str | None, frontend: ServiceConfig) -> str | None:
 
 def gateway_command(listen: str, frontend: str) -> Command:
     """To run the gateway on `listen` before the frontend at `frontend`."""
-    return Command("gateway", ("--listen", listen, "--frontend", frontend), GATEWAY_STOP_S)
+    arguments = ("--listen", listen, "--frontend", frontend, "--", "--log-level", "warn")
+    return Command("gateway", arguments, GATEWAY_STOP_S)
 
 
 def pinned(plan: Plan, paths: Mapping[str, Path]) -> Plan:

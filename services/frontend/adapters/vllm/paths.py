@@ -26,7 +26,7 @@ _PATTERNS = tuple((re.compile(rf"{ours}(?=[.\[]|$)"), theirs) for ours, theirs i
 
 
 def theirs(path: str, constraint: str = "grammar") -> str:
-    """The adapter's name of a field of our own API; any other name stays. `constraint` is the one that a request has."""
+    """The adapter's name of a field of our own API; any other name stays. `constraint` is what the request has."""
     for pattern, name in _PATTERNS:
         if found := pattern.match(path):
             return name.format(constraint=constraint) + path[found.end() :]
