@@ -27,6 +27,7 @@ from triptych.inference.v1 import generation_pb2
 
 from loadtest.stub_cache import StubCache
 from loadtest.stub_steps import StubRequest, StubStep
+from services.common.contract import GRAMMAR, TRACE_CONTEXT
 from services.common.server import server_options
 
 NextId = Callable[[tuple[int, ...], int], int]
@@ -78,7 +79,7 @@ class StubEngine:
         ids_per_step: int = 1,
         scores_per_step: int = 256,
         fragment_bytes: int = 64 * 1024 * 1024,
-        features: tuple[str, ...] = ("grammar",),
+        features: tuple[str, ...] = (GRAMMAR, TRACE_CONTEXT),
         step_s: float = 0.0,
         heartbeat_s: float = 1.0,
         faults: Faults | None = None,
@@ -102,8 +103,8 @@ class StubEngine:
         self.scores_per_step = scores_per_step
         """Prompt positions of each request."""
         self.fragment_bytes = fragment_bytes
-        self._features = features
         self.fragments: list[engine_pb2.Fragment] = []
+        self.features = list(features)
         self._step_s = step_s
         self._heartbeat_s = heartbeat_s
         self._state: engine_pb2.EngineState.ValueType = engine_pb2.ENGINE_STATE_SERVING
@@ -206,7 +207,7 @@ class StubEngine:
         """What a loaded engine says."""
         return engine_pb2.EngineHello(
             version=self.faults.hello_version,
-            features=self._features,
+            features=self.features,
             engine_id=self._engine_id,
             model=self._model,
             fingerprint="f" * 64,

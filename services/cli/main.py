@@ -21,6 +21,7 @@ COMMANDS = {
     "executor": "run the executor: weights and tensors",
     "chat": "talk to a model",
     "generate": "continue a raw prompt",
+    "gateway": "serve HTTP: run the SMG gateway before a frontend",
     "replay": "run the scheduler's core over what --record wrote",
     "model": "fetch, list and verify models",
     "doctor": "say whether a model can be served on this machine, and why not",

@@ -31,7 +31,9 @@ class Processes:
         self._children: dict[str, asyncio.subprocess.Process] = {}
         self._commands: dict[str, Command] = {}
         self._pumps: list[asyncio.Task[None]] = []
+        self._watches: list[asyncio.Task[None]] = []
         self._hurry = asyncio.Event()
+        self._first_exit: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
 
     async def start(self, command: Command) -> None:
         """Starts one in a session of its own, so that a terminal's Ctrl-C reaches the supervisor alone."""
@@ -50,17 +52,11 @@ class Processes:
         self._children[command.name] = child
         self._commands[command.name] = command
         self._pumps.append(asyncio.create_task(self._pump(command.name, child.stdout)))
+        self._watches.append(asyncio.create_task(self._watch(command.name, child)))
 
     async def first_exit(self) -> tuple[str, int]:
-        """The first child that ends, and its return code (negative: the signal)."""
-        waits = {asyncio.ensure_future(child.wait()): name for name, child in self._children.items()}
-        try:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-        ended = done.pop()
-        return waits[ended], ended.result()
+        """The first child that ends, whenever it was started, and its return code (negative: the signal)."""
+        return await asyncio.shield(self._first_exit)
 
     def hurry(self) -> None:
         """No more patience: `stop` kills what still runs."""
@@ -76,6 +72,11 @@ class Processes:
         _, late = await asyncio.wait(self._pumps, timeout=AFTER_KILL_S) if self._pumps else (None, set())
         for pump in late:
             pump.cancel()
+
+    async def _watch(self, name: str, child: asyncio.subprocess.Process) -> None:
+        code = await child.wait()
+        if not self._first_exit.done():
+            self._first_exit.set_result((name, code))
 
     async def _end(self, child: asyncio.subprocess.Process, stop_s: float) -> None:
         if child.returncode is not None:

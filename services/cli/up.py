@@ -1,4 +1,4 @@
-"""`triptych up`: the three services on this machine under one supervisor."""
+"""`triptych up`: the three services on this machine, and a gateway if asked for, under one supervisor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from services.cli import up_plan
+from services.cli import gateway, up_plan
 from services.cli.ask import Shown, client, for_people, show
 from services.cli.model import provide
 from services.cli.parts import shell_name
@@ -22,7 +22,7 @@ from services.common.errors import StartError
 from services.common.startup import Startup
 
 START_ORDER = ("executor", "scheduler", "frontend")
-STOP_ORDER = ("frontend", "scheduler", "executor")  # so that running streams drain
+STOP_ORDER = ("gateway", "frontend", "scheduler", "executor")  # so that running streams drain
 
 ANSWER_TOKENS = 256
 """Of the answer to --prompt, which is greedy, so that it is the same each time."""
@@ -32,7 +32,7 @@ PARENT_POLL_S = 0.25
 BROKEN_STOP_S = 5.0
 """What each of the others is given to end once one has: no token can be made, so there is nothing to drain."""
 
-_COLOURS = {"frontend": 36, "scheduler": 33, "executor": 35, "triptych": 32}
+_COLOURS = {"gateway": 34, "frontend": 36, "scheduler": 33, "executor": 35, "triptych": 32}
 
 
 def run(argv: Sequence[str]) -> int:
@@ -88,7 +88,7 @@ async def _serve(plan: Plan, processes: Processes, stop: asyncio.Event, startup:
     """Returns when told to stop, or, with the reason, when one of the three has ended by itself."""
     stopped = asyncio.create_task(stop.wait())
     died = asyncio.create_task(processes.first_exit())
-    work = asyncio.create_task(_begin(plan, startup))
+    work = asyncio.create_task(_begin(plan, processes, startup))
     ends: set[asyncio.Task[object]] = {stopped, died}
     try:
         await asyncio.wait({*ends, work}, return_when=asyncio.FIRST_COMPLETED)
@@ -106,17 +106,30 @@ async def _serve(plan: Plan, processes: Processes, stop: asyncio.Event, startup:
     return f"the {name} {ending(code)}"
 
 
-async def _begin(plan: Plan, startup: Startup) -> None:
-    """Waits for the engine, says how to call it, and answers --prompt. Raises StartError where that fails."""
+async def _begin(plan: Plan, processes: Processes, startup: Startup) -> None:
+    """Waits for the engine, then for the gateway, says how to call them, and answers --prompt. Raises StartError."""
     await wait_ready(plan.addresses, _say, startup.done)
+    http = "" if plan.gateway is None else await _start_gateway(plan, processes)
+    if http:
+        startup.done("the gateway finds the frontend")
     _say(startup.times().line())
     address = plan.addresses["frontend"]
     if plan.ready_json:
-        _print_line({"address": address, "model": plan.served_name})
+        _print_line({"address": address, "model": plan.served_name} | ({"http": http} if http else {}))
         return
     if plan.prompt is not None:
         await _answer(address, plan.prompt)
     print(examples(address, plan.served_name), flush=True)
+    if http:
+        print(http_example(http, plan.served_name), flush=True)
+
+
+async def _start_gateway(plan: Plan, processes: Processes) -> str:
+    """Its URL, once it serves. Not started sooner: a free port is one only while nobody else takes it."""
+    listen = plan.gateway or gateway.free_address("127.0.0.1:0", "--gateway")
+    await processes.start(up_plan.gateway_command(listen, plan.addresses["frontend"]))
+    await gateway.wait_ready(listen, plan.served_name)
+    return f"http://{listen}"
 
 
 async def _answer(address: str, prompt: str) -> None:
@@ -151,6 +164,15 @@ def examples(address: str, served_name: str) -> str:
 
   asyncio.run(main())
   END
+"""
+
+
+def http_example(url: str, served_name: str) -> str:
+    """How to call a gateway, for people."""
+    return f"""The OpenAI API is served on {url}/v1:
+
+  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{{"model": "{served_name}", "messages": [{{"role": "user", "content": "Hi!"}}]}}'
 """
 
 

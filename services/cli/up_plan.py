@@ -8,12 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from services.cli import gateway
 from services.cli.parts import config_type
 from services.cli.processes import Command
 from services.common import checkpoint
 from services.common.config import SERVICES, Resolved, ServiceConfig, resolve
 from services.common.errors import StartError
 from services.common.server import free_port
+
+GATEWAY_STOP_S = 10.0
+"""A gateway has no answers of its own to finish once its frontend ends; it takes some seconds all the same."""
 
 STOP_MARGIN_S = 5.0
 """Over a service's own drain time, before it is killed."""
@@ -37,6 +41,8 @@ class Plan:
     """Whether a program reads standard output: one JSON line once a token can be made, one when a service has ended."""
     parent_pid: int | None
     """The process that this one must not outlive; None: none."""
+    gateway: str | None = None
+    """HOST:PORT that HTTP is to be served on, "" for a free port; None: no gateway."""
     served_name: str = ""
     """What requests call the model; known once its folder is."""
 
@@ -62,16 +68,33 @@ def read(argv: Sequence[str]) -> Plan:
         name: Command(name, tuple(flags[name]), resolved[name].config.drain_s + STOP_MARGIN_S) for name in SERVICES
     }
     configs = {name: resolved[name].config for name in SERVICES}
-    return Plan(configs, commands, addresses, options.prompt, options.ready_json, options.parent)
+    listen = _gateway(options.gateway, resolved["frontend"].config)
+    return Plan(configs, commands, addresses, options.prompt, options.ready_json, options.parent, listen)
+
+
+def _gateway(asked: str | None, frontend: ServiceConfig) -> str | None:
+    """Where the gateway is to listen, of what --gateway was given. Raises StartError where it cannot."""
+    if asked is None:
+        return None
+    if not frontend.model_dump()["vllm_adapter"]:
+        raise StartError("--gateway needs the frontend's vllm_adapter; leave out --frontend.no-vllm-adapter")
+    gateway.executable("--gateway")
+    return asked and gateway.free_address(asked, "--gateway")
+
+
+def gateway_command(listen: str, frontend: str) -> Command:
+    """To run the gateway on `listen` before the frontend at `frontend`."""
+    arguments = ("--listen", listen, "--frontend", frontend, "--", "--log-level", "warn")
+    return Command("gateway", arguments, GATEWAY_STOP_S)
 
 
 def pinned(plan: Plan, paths: Mapping[str, Path]) -> Plan:
     """The plan for services that read the folders at `paths` and ask no hub: each is told its commit, and to stay
     offline."""
-    commands = {name: _pinned(command, plan.configs[name], paths[name]) for name, command in plan.commands.items()}
+    pinned = {name: _pinned(plan.commands[name], plan.configs[name], paths[name]) for name in SERVICES}
     chosen = plan.configs["frontend"].model_dump()["served_model_name"]
     name = str(chosen or checkpoint.name(paths["frontend"]))
-    return replace(plan, commands=commands, served_name=name)
+    return replace(plan, commands={**plan.commands, **pinned}, served_name=name)
 
 
 def _pinned(command: Command, config: ServiceConfig, path: Path) -> Command:
@@ -90,7 +113,13 @@ def resolve_all(flags: Mapping[str, Sequence[str]]) -> dict[str, Resolved[Servic
 
 def flags_of(service: str, options: argparse.Namespace, passed: Mapping[str, Sequence[str]]) -> list[str]:
     """A service's own command line, out of what `add_options` and `split` took."""
-    return [*_common(options), *_of_frontend(options, service), *_of_ranks(options, service), *passed[service]]
+    return [
+        *_common(options),
+        *_of_frontend(options, service),
+        *_of_gateway(options, service),
+        *_of_ranks(options, service),
+        *passed[service],
+    ]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -101,12 +130,19 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_options(parser)
+    parser.add_argument(
+        "--gateway",
+        metavar="HOST:PORT",
+        nargs="?",
+        const="",
+        help="serve the OpenAI API over HTTP too, by the SMG gateway (by default on a free port of 127.0.0.1)",
+    )
     parser.add_argument("--prompt", metavar="TEXT", help="answer this (greedily) once ready, and serve on")
     parser.add_argument(
         "--ready-json",
         action="store_true",
-        help='for programs: print {"address": ..., "model": ...} alone once ready, and {"ended": REASON} when one of '
-        "the three has ended by itself",
+        help='for programs: print {"address": ..., "model": ...} alone once ready, with "http": URL where there is a '
+        'gateway, and {"ended": REASON} when one of the services has ended by itself',
     )
     parser.add_argument(
         "--parent", type=int, metavar="PID", help="for programs: end at once when this process, the parent, is gone"
@@ -175,6 +211,10 @@ def _of_frontend(options: argparse.Namespace, name: str) -> list[str]:
         return []
     given = {"host": options.host, "port": options.port}
     return [part for key, value in given.items() if value is not None for part in (f"--{key}", str(value))]
+
+
+def _of_gateway(options: argparse.Namespace, name: str) -> list[str]:
+    return ["--vllm-adapter"] if name == "frontend" and getattr(options, "gateway", None) is not None else []
 
 
 def _of_ranks(options: argparse.Namespace, name: str) -> list[str]:

@@ -139,6 +139,10 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     generation: dict[str, Any]
     """generation_config.json, {} without one."""
+    model_type: str = ""
+    architectures: tuple[str, ...] = ()
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -152,7 +156,20 @@ def read_config(path: Path) -> ModelConfig:
     for token_id in ids:
         if type(token_id) is not int or not 0 <= token_id < (vocab or 2**31):
             raise StartError(f"{path}: eos_token_id holds {token_id!r}; ids lie in [0, {vocab or 2**31})")
-    return ModelConfig(context, vocab, tuple(sorted(set(ids))), generation)
+    return ModelConfig(
+        context,
+        vocab,
+        tuple(sorted(set(ids))),
+        generation,
+        model_type=str(config.get("model_type") or ""),
+        architectures=tuple(map(str, config.get("architectures") or ())),
+        bos_token_id=_token_id(text.get("bos_token_id")),
+        pad_token_id=_token_id(text.get("pad_token_id")),
+    )
+
+
+def _token_id(value: Any) -> int | None:
+    return value if type(value) is int and value >= 0 else None
 
 
 def _figure(config: dict[str, Any], name: str, path: Path) -> int | None:

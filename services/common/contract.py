@@ -15,6 +15,8 @@ PROTOCOL_VERSION = 1
 GRAMMAR = "grammar"
 """A feature of the hellos: between frontend and scheduler Submit.grammar, between scheduler and executor masks and
 forced ids."""
+TRACE_CONTEXT = "trace-context"
+"""Feature of an engine: Submit's traceparent and tracestate."""
 
 SAMPLING = "triptych.inference.v1.Sampling"
 SERVED_SAMPLING = frozenset(

@@ -26,14 +26,19 @@ class Health:
     def __init__(self) -> None:
         self._servicer = health.aio.HealthServicer()
         self._now: dict[str, bool] = {}
+        self._generating: list[str] = [GENERATE, WHOLE_SERVER]
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Registers the servicer."""
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
+    def also_generates(self, service: str) -> None:
+        """Answers for a gRPC service of another contract as for `generate`: its clients ask by its name."""
+        self._generating.append(service)
+
     async def set_live(self, serving: bool) -> None:
         """Sets `liveness`; the first call also makes the other names known."""
-        for name in (READINESS, GENERATE, WHOLE_SERVER):
+        for name in (READINESS, *self._generating):
             if name not in self._now:
                 await self._set(name, False)
         await self._set(LIVENESS, serving)
@@ -43,9 +48,9 @@ class Health:
         await self._set(READINESS, serving)
 
     async def set_generate(self, serving: bool) -> None:
-        """Sets `generate` and the empty name."""
-        await self._set(GENERATE, serving)
-        await self._set(WHOLE_SERVER, serving)
+        """Sets `generate`, the empty name, and those of `also_generates`."""
+        for name in self._generating:
+            await self._set(name, serving)
 
     def is_serving(self, name: str) -> bool:
         """What was last set."""

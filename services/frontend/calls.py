@@ -32,6 +32,11 @@ class Calls:
             if self._running == 0:
                 self._idle.set()
 
+    @property
+    def num_running(self) -> int:
+        """Calls that are being worked on."""
+        return self._running
+
     def close(self) -> None:
         """Begins the drain."""
         self.draining = True

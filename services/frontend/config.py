@@ -25,6 +25,11 @@ class FrontendConfig(ServiceConfig):
     served_model_alias: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         (), description="further names that requests may use"
     )
+    vllm_adapter: bool = Field(
+        False,
+        description="whether vllm.grpc.engine.VllmEngine is served too, for gateways such as SMG; "
+        "it needs the extra vllm-adapter",
+    )
     max_message_bytes: int = Field(4 * 1024 * 1024, ge=4096, description="largest message of the public API, both ways")
     max_prompt_bytes: int = Field(
         1024 * 1024, ge=1, description="UTF-8 bytes of a text prompt, or of all that a chat holds"

@@ -42,6 +42,8 @@ class Submission:
     digests: BlockDigests | None = None
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
+    traceparent: str = ""
+    tracestate: str = ""
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,8 @@ def submit(request_id: int, submission: Submission) -> engine_pb2.AttachRequest:
             root_digest=submission.digests.root if submission.digests else b"",
             arrived_unix_ns=submission.arrived_unix_ns,
             timeout_ms=submission.timeout_ms,
+            traceparent=submission.traceparent,
+            tracestate=submission.tracestate,
         )
     )
 

@@ -86,6 +86,7 @@ class EngineFacts:
     max_logprobs: int = 0
     fragment_bytes: int = 0
     features: frozenset[str] = frozenset()
+    """Optional parts of the engine contract that it serves; what is not among them is not sent to it."""
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,13 @@ import logging
 
 from triptych.inference.v1 import inference_pb2_grpc
 
-from services.common.errors import unavailable
+from services.common.errors import StartError, unavailable
 from services.common.server import Server
 from services.common.startup import Startup
 from services.frontend import served_model, service
 from services.frontend.calls import Calls
 from services.frontend.config import FrontendConfig
+from services.frontend.engine_admin import EngineAdmin
 from services.frontend.engine_client import HEARTBEAT_LIMIT_S, EngineClient
 from services.frontend.grammar_check import GrammarCheck
 from services.frontend.service import InferenceService
@@ -38,17 +39,37 @@ class Frontend:
             reasoning_format=config.reasoning_format,
         )
         self.engine = EngineClient(config.engine, self.model.tokenizer_hash)
-        self.grammars = GrammarCheck(self.model.folder, sorted(self.model.eos_ids), config.grammar_budget())
+        self.grammars = GrammarCheck(self.model.path, sorted(self.model.eos_ids), config.grammar_budget())
         self.calls = Calls()
         self.server = Server(config.host, config.port, max_message_bytes=config.max_message_bytes)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
             InferenceService(self.model, self.engine, self.calls, self.grammars, config.limits()), self.server.grpc
         )
+        self._services = [service.NAME]
+        self._admin: EngineAdmin | None = None
+        if config.vllm_adapter:
+            self._add_vllm_adapter()
         self._watch: asyncio.Task[None] | None = None
+
+    def _add_vllm_adapter(self) -> None:
+        try:
+            from services.frontend.adapters import vllm
+        except ModuleNotFoundError as error:
+            raise StartError(
+                f"vllm_adapter is on, and needs its extra: pip install 'triptych[vllm-adapter]' ({error.name} is not "
+                "installed)"
+            ) from error
+        self._admin = EngineAdmin(self._config.engine)
+        adapter = vllm.VllmEngineService(
+            self.model, self.engine, self._admin, self.calls, self.grammars, self._config.limits()
+        )
+        vllm.add_to_server(adapter, self.server.grpc)
+        self.server.health.also_generates(vllm.NAME)
+        self._services.append(vllm.NAME)
 
     async def start(self) -> None:
         """Listens, begins to attach to the engine, and is ready; `generate` follows the engine."""
-        await self.server.start([service.NAME])
+        await self.server.start(self._services)
         await self.engine.start()
         self._watch = asyncio.create_task(self._watch_engine())
         await self.server.health.set_ready(True)
@@ -83,6 +104,8 @@ class Frontend:
 
     async def _end(self) -> None:
         await self._stop_watching()
+        if self._admin is not None:
+            await self._admin.close()
         await self.engine.close()
         await self.model.templates.close()
         await self.grammars.close()

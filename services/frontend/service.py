@@ -4,57 +4,42 @@
 
 from __future__ import annotations
 
-import logging
-import time
-import uuid
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeAlias, TypeVar
 
-import grpc
-import numpy as np
 from google.protobuf.message import Message
 from triptych.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from services.common.contract import GRAMMAR
-from services.common.errors import RequestError, unavailable
+from services.common.errors import unavailable
 from services.frontend import responses, sizes
 from services.frontend.answer import Answer
 from services.frontend.calls import Calls
 from services.frontend.door import DOOR
-from services.frontend.engine import Scores, Submission
+from services.frontend.engine import Scores
 from services.frontend.engine_client import EngineClient
-from services.frontend.engine_request import EngineRequest
 from services.frontend.grammar_check import GrammarCheck
 from services.frontend.intake import Intake
-from services.frontend.prompt_blocks import block_digests
 from services.frontend.request import Delta, EngineFacts, Job, Limits
+from services.frontend.request_id import greet
 from services.frontend.responses import Fold
+from services.frontend.running import Call, Context, Runner
 from services.frontend.served_model import ServedModel
 from services.frontend.tenant import tenant_of
 from services.frontend.tokenizer import off_loop
 from services.frontend.validation import check_ids
 
 NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
-REQUEST_ID_KEY = "triptych-request-id"
 
 R = TypeVar("R", inference_pb2.GenerateResponse, inference_pb2.ChatResponse)
-Context: TypeAlias = Any  # grpc.aio.ServicerContext; the generated base class names a union that mypy cannot narrow
 Prepare: TypeAlias = Callable[[EngineFacts], Awaitable[Job]]
 Write: TypeAlias = Callable[[Any], Coroutine[Any, Any, None]]
-Send: TypeAlias = Callable[[list[tuple[int, Delta]]], Awaitable[None]]
-"""Deltas to the client by choice, in one message."""
-
-Tell: TypeAlias = Callable[[Scores], Coroutine[Any, Any, None]]
-"""Prompt logprobs to the client, in as many messages as it takes."""
 
 SERVED_FEATURES = frozenset({GRAMMAR})
 """Of Model.features: what the engine must have too."""
 
 MAX_SCORES_BYTES = 64 * 1024
 """Of one message of prompt logprobs."""
-NOTHING_TO_SCORE = Scores.plain(1, np.zeros(0, np.float32), np.zeros(0, np.uint32))
-
-log = logging.getLogger(__name__)
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
@@ -68,6 +53,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._calls = calls
         self._limits = limits
         self._intake = Intake(model, grammars, limits)
+        self._runner = Runner(engine)
         self._scores_bytes = min(MAX_SCORES_BYTES, limits.message_bytes // 2)
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
@@ -118,7 +104,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
         """The ids of a text or a chat, and each id's bytes."""
-        await _greet(context)
+        await greet(context)
         with self._calls.entered():
             sizes.check(request, self._limits)
             DOOR.check(request)
@@ -129,7 +115,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
         """The text of ids as a whole."""
-        await _greet(context)
+        await greet(context)
         with self._calls.entered():
             sizes.check(request, self._limits)
             DOOR.check(request)
@@ -144,7 +130,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GetModelRequest, context: Context
     ) -> inference_pb2.GetModelResponse:
         """The model's facts. UNAVAILABLE until an engine has told them."""
-        await _greet(context)
+        await greet(context)
         with self._calls.entered():
             DOOR.check(request)
             self._model.check_name(request.model)
@@ -154,7 +140,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
         """The one model served here."""
-        await _greet(context)
+        await greet(context)
         with self._calls.entered():
             DOOR.check(request)
             return inference_pb2.ListModelsResponse(models=[self._describe()])
@@ -168,11 +154,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         write: Callable[[R], Awaitable[None]],
     ) -> None:
         """Prompt facts, deltas, usage: the one way every generation goes."""
-        request_id = await _greet(context)
+        request_id = await greet(context)
         with self._calls.entered():
             sizes.check(request, self._limits)
             DOOR.check(request)
-            tenant = tenant_of(context)
+            call = Call(request_id, tenant_of(context), context)
             job = await prepare(self._engine.require())
             answer = Answer(job, self._model.tokenizer)
 
@@ -184,57 +170,14 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                     await write(response(prompt_logprobs=piece))
 
             await write(response(prompt=self._prompt_info(job)))
-            if job.options.prompt_logprobs is not None and len(job.prompt_ids) == 1:
-                await tell(NOTHING_TO_SCORE)
-            if job.asks_engine:
-                submission = await _submission(job, tenant, context)
-                await self._run(job, answer, self._engine.submit(submission, answer), send, tell, request_id, context)
-            else:
-                await send(answer.nothing())
+            await self._runner.run(job, answer, call, send, tell)
             await write(response(usage=responses.usage(job, answer.completion_tokens, answer.cached_tokens)))
-            log.debug(
-                "request %s (label %r): %d prompt tokens, %d output tokens, stopped by %s",
-                request_id,
-                job.options.label,
-                len(job.prompt_ids),
-                answer.completion_tokens,
-                ", ".join(answer.stopped),
-            )
 
     def _prompt_info(self, job: Job) -> inference_pb2.PromptInfo:
         info = responses.prompt_info(job)
         if job.options.echo:
             sizes.check_answer(info, self._limits, "leave out echo, or raise --max-message-bytes")
         return info
-
-    async def _run(
-        self,
-        job: Job,
-        answer: Answer,
-        request: EngineRequest,
-        send: Send,
-        tell: Tell,
-        request_id: str,
-        context: Context,
-    ) -> None:
-        """From the engine to the client, until every choice has stopped. A choice that fails ends the call."""
-        # A call that is cancelled while a slow client holds up a message may stay where it is: the callback is what
-        # tells the engine at once.
-        context.add_done_callback(lambda _: request.close())
-        try:
-            while not answer.done:
-                deltas = await answer.take()
-                for scores in answer.take_scores():
-                    await tell(scores)
-                if deltas:
-                    await send(deltas)
-        except RequestError as error:
-            if error.code is grpc.StatusCode.INTERNAL:
-                log.error("request %s (label %r): %s", request_id, job.options.label, error.message)
-            raise
-        finally:
-            request.close()
-            answer.close()
 
     def _tokenized(self, ids: tuple[int, ...]) -> inference_pb2.TokenizeResponse:
         answer = responses.tokenized(ids, self._model.tokenizer)
@@ -265,36 +208,3 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Of what Detokenize reads: the engine's may be padded past the tokenizer's, and its ids can be sampled."""
         facts = self._engine.facts
         return max(self._model.tokenizer.vocab_size, facts.vocab_size if facts else 0)
-
-
-async def _greet(context: Context) -> str:
-    """Tells the request's id before anything else, errors included."""
-    request_id = uuid.uuid4().hex
-    await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
-    return request_id
-
-
-async def _submission(job: Job, tenant: str, context: Context) -> Submission:
-    digests = await block_digests(job, tenant)
-    remaining_s: float | None = context.time_remaining()
-    if remaining_s is not None and remaining_s <= 0:
-        raise RequestError(
-            grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE", "the deadline passed before the engine was asked"
-        )
-    return Submission(
-        prompt_ids=job.prompt_ids,
-        sampling=job.options.sampling,
-        seed=job.options.seed,
-        max_tokens=job.max_tokens,
-        min_tokens=job.options.min_tokens,
-        stop_ids=job.stop_ids,
-        logprobs=job.options.engine_logprobs,
-        arrived_unix_ns=time.time_ns(),
-        timeout_ms=None if remaining_s is None else int(remaining_s * 1000),
-        num_choices=job.options.num_choices if job.max_tokens else 1,  # a prompt is scored once
-        prompt_logprobs=job.options.prompt_logprobs,
-        grammar=job.options.grammar if job.max_tokens else None,
-        priority=job.options.priority,
-        tenant=tenant,
-        digests=digests,
-    )

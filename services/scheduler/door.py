@@ -47,6 +47,8 @@ _DOOR = Door(
                 "tenant",
                 "arrived_unix_ns",
                 "timeout_ms",
+                "traceparent",  # for the spans of tracing to come: a trace id is never a reason to refuse
+                "tracestate",
             }
         ),
         SAMPLING: SERVED_SAMPLING,

@@ -13,7 +13,7 @@ from triptych.engine.v1 import engine_pb2
 from triptych.executor.v1 import executor_pb2
 
 from services.common import checkpoint
-from services.common.contract import PROTOCOL_VERSION
+from services.common.contract import PROTOCOL_VERSION, TRACE_CONTEXT
 from services.common.errors import StartError
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.core.limits import Limits
@@ -31,6 +31,9 @@ _DTYPES = {
     "int8": executor_pb2.D_TYPE_INT8,
 }
 
+
+FEATURES = (TRACE_CONTEXT,)
+"""Optional parts of the engine contract that are always served."""
 
 MAX_IN_FLIGHT = 2
 """One step that runs and one that waits for it keep an executor busy; more would only make what is new wait longer."""
@@ -153,7 +156,7 @@ class Model:
         """What every frontend is told first."""
         return engine_pb2.EngineHello(
             version=PROTOCOL_VERSION,
-            features=features,
+            features=(*FEATURES, *features),
             engine_id=secrets.token_hex(8),
             model=self.name,
             fingerprint=self.fingerprint(facts),

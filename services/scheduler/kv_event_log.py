@@ -74,8 +74,11 @@ class KvEventLog:
 
         Each is made when it is asked for, so that a large cache holds up no step.
         """
-        for start in range(0, max(1, len(cached)), EVENTS_A_MESSAGE):
-            yield self._message(Entry(sequence, unix_ns, cached[start : start + EVENTS_A_MESSAGE]))
+        starts = range(0, max(1, len(cached)), EVENTS_A_MESSAGE)
+        for left, start in zip(reversed(range(len(starts))), starts, strict=True):
+            message = self._message(Entry(sequence, unix_ns, cached[start : start + EVENTS_A_MESSAGE]))
+            message.snapshot_left = left
+            yield message
 
     async def follow(self, from_sequence: int) -> AsyncIterator[admin_pb2.SubscribeKvEventsResponse]:
         """Entries from that number on, without end. Raises RequestError(OUT_OF_RANGE) for one no longer or not yet."""

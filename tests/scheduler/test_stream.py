@@ -215,8 +215,6 @@ async def test_heartbeats_come_each_second(model: Path) -> None:
 UNSERVED = {
     "grammar": generation_pb2.Grammar(regex="a"),
     "adapter": "a",
-    "traceparent": "00-0-0-01",
-    "tracestate": "a=b",
     "resumed": [engine_pb2.Submit.Resumed(choice=0)],
 }
 
@@ -458,3 +456,10 @@ async def test_executor_learns_of_freed_slots_without_further_work(model: Path) 
         await until_idle(b.server)
         plan = b.stub.plans[-1]
         assert plan.freed_slots == ids_column([0]) and not plan.slots
+
+
+async def test_a_trace_context_is_taken_and_listed_as_a_feature(model: Path) -> None:
+    async with bench(model) as b:
+        assert "trace-context" in b.frontend.hello.features
+        parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+        assert (await b.frontend.run([1], traceparent=parent, tracestate="a=b")).finished

@@ -1,0 +1,1 @@
+"""Other contracts than our own, served by the same frontend."""

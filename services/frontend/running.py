@@ -1,0 +1,129 @@
+"""The one way of every generation, by whichever API it came: to the engine, and what comes of it to the client."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import grpc
+import numpy as np
+
+from services.common.contract import TRACE_CONTEXT
+from services.common.errors import RequestError
+from services.frontend.answer import Answer
+from services.frontend.engine import Scores, Submission
+from services.frontend.engine_client import EngineClient
+from services.frontend.engine_request import EngineRequest
+from services.frontend.prompt_blocks import block_digests
+from services.frontend.request import Delta, Job
+from services.frontend.trace_context import TraceContext, trace_context_of
+
+Context: TypeAlias = Any  # grpc.aio.ServicerContext; the generated base class names a union that mypy cannot narrow
+Send: TypeAlias = Callable[[list[tuple[int, Delta]]], Awaitable[None]]
+"""Deltas to the client, by choice."""
+
+Tell: TypeAlias = Callable[[Scores], Coroutine[Any, Any, None]]
+"""Prompt logprobs to the client."""
+
+Submitted: TypeAlias = Callable[[EngineRequest], None]
+"""Told of the engine's request, for who may have to close it."""
+
+NOTHING_TO_SCORE = Scores.plain(1, np.zeros(0, np.float32), np.zeros(0, np.uint32))
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Call:
+    """Whose generation it is, and the gRPC call that waits for it."""
+
+    request_id: str
+    tenant: str
+    context: Context
+
+
+class Runner:
+    """Runs jobs on the one engine."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+
+    async def run(
+        self,
+        job: Job,
+        answer: Answer,
+        call: Call,
+        send: Send,
+        tell: Tell,
+        submitted: Submitted = lambda request: None,
+    ) -> None:
+        """Returns when every choice has stopped. Raises what has ended it before, once all that came is sent."""
+        if job.options.prompt_logprobs is not None and len(job.prompt_ids) == 1:
+            await tell(NOTHING_TO_SCORE)
+        if job.asks_engine:
+            request = self._engine.submit(await _submission(job, call), answer)
+            submitted(request)
+            await _deliver(job, answer, request, call, send, tell)
+        else:
+            await send(answer.nothing())
+        log.debug(
+            "request %s (label %r): %d prompt tokens, %d output tokens, stopped by %s",
+            call.request_id,
+            job.options.label,
+            len(job.prompt_ids),
+            answer.completion_tokens,
+            ", ".join(answer.stopped),
+        )
+
+
+async def _deliver(job: Job, answer: Answer, request: EngineRequest, call: Call, send: Send, tell: Tell) -> None:
+    """From the engine to the client, until every choice has stopped. A choice that fails ends the call."""
+    # A call that is cancelled while a slow client holds up a message may stay where it is: the callback is what
+    # tells the engine at once.
+    call.context.add_done_callback(lambda _: request.close())
+    try:
+        while not answer.done:
+            deltas = await answer.take()
+            for scores in answer.take_scores():
+                await tell(scores)
+            if deltas:
+                await send(deltas)
+    except RequestError as error:
+        if error.code is grpc.StatusCode.INTERNAL:
+            log.error("request %s (label %r): %s", call.request_id, job.options.label, error.message)
+        raise
+    finally:
+        request.close()
+        answer.close()
+
+
+async def _submission(job: Job, call: Call) -> Submission:
+    digests = await block_digests(job, call.tenant)
+    remaining_s: float | None = call.context.time_remaining()
+    if remaining_s is not None and remaining_s <= 0:
+        raise RequestError(
+            grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE", "the deadline passed before the engine was asked"
+        )
+    trace = trace_context_of(call.context) if TRACE_CONTEXT in job.engine.features else TraceContext()
+    return Submission(
+        prompt_ids=job.prompt_ids,
+        sampling=job.options.sampling,
+        seed=job.options.seed,
+        max_tokens=job.max_tokens,
+        min_tokens=job.options.min_tokens,
+        stop_ids=job.stop_ids,
+        logprobs=job.options.engine_logprobs,
+        arrived_unix_ns=time.time_ns(),
+        timeout_ms=None if remaining_s is None else int(remaining_s * 1000),
+        num_choices=job.options.num_choices if job.max_tokens else 1,  # a prompt is scored once
+        prompt_logprobs=job.options.prompt_logprobs,
+        grammar=job.options.grammar if job.max_tokens else None,
+        priority=job.options.priority,
+        tenant=call.tenant,
+        digests=digests,
+        traceparent=trace.traceparent,
+        tracestate=trace.tracestate,
+    )
