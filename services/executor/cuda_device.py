@@ -117,7 +117,7 @@ class CudaDevice:
         # Blocking: the thread that waits sleeps.
         event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._number))
-        return _CudaEvent(event)
+        return _CudaEvent(event, self._number)
 
     def capture(self, work: Callable[[], object]) -> Graph:
         if self._capture_stream is None:
@@ -165,10 +165,12 @@ class CudaDevice:
 class _CudaEvent:
     """A services.executor.device.Event."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: torch.cuda.Event, number: int) -> None:
         self.event = event
+        self._number = number
 
     def wait(self) -> None:
+        torch.cuda.set_device(self._number)  # else a thread of its own would wake card 0 too
         self.event.synchronize()
 
     def us_since(self, earlier: Event) -> int:

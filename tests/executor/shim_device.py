@@ -28,10 +28,26 @@ class Shim(HostDevice):
     def __init__(self, architecture: Architecture, together: tuple[Instance, ...]) -> None:
         super().__init__(architecture=architecture, together=together)
         self.launched: list[str] = []
+        self.recorded: list[tuple[str, Grid, dict[str, float]]] | None = None
 
     def launch(self, instance: Instance, grid: Grid, params: Params) -> None:
         self.launched.append(instance.name.split("<")[0])
+        if self.recorded is not None:
+            fixed = [name for name in params.layout.fields if name not in _INTERMEDIATE]
+            self.recorded.append((instance.name, grid, {name: params.get(name) for name in fixed}))
         super().launch(instance, grid, params)
+
+    def recording(self, work: Callable[[], object]) -> list[tuple[str, Grid, dict[str, float]]]:
+        """Kernels that `work` launches, with what a captured graph would launch them with again."""
+        self.recorded = []
+        with torch.inference_mode():
+            work()
+        recorded, self.recorded = self.recorded, None
+        return recorded
+
+
+_INTERMEDIATE = {"out", "query", "key", "value", "partial_out", "partial_lse"}
+"""Addresses of tensors between layers: a graph keeps their memory for itself, here they come and go."""
 
 
 @dataclass(eq=False)
@@ -55,13 +71,16 @@ class ShimEvent:
 
 @dataclass(eq=False)
 class ShimGraph:
+    """A replay launches what was captured: the same grids, and the same arguments down to the addresses."""
+
     device: ShimDevice
     work: Callable[[], object]
+    captured: list[tuple[str, Grid, dict[str, float]]]
 
     def replay(self) -> None:
         self.device.replays += 1
-        with torch.inference_mode():
-            self.work()
+        replayed = self.device.kernels.recording(self.work)
+        assert replayed == self.captured, "a replay differs from what was captured"
 
 
 class ShimDevice:
@@ -122,7 +141,7 @@ class ShimDevice:
                 self._filled += 1
 
     def capture(self, work: Callable[[], object]) -> ShimGraph:
-        return ShimGraph(self, work)
+        return ShimGraph(self, work, self.kernels.recording(work))
 
     def is_lost(self, error: BaseException) -> bool:
         return "sticky" in str(error)

@@ -22,7 +22,6 @@ from services.executor import cuda_device, devices
 from services.executor import main as executor_main
 from services.executor.config import ExecutorConfig
 from services.executor.cuda_device import CudaDevice
-from tests.support.checkpoints import tiny_llama
 
 
 class _Cupy:
@@ -223,14 +222,13 @@ def test_options_that_are_not_served_with_one_another_are_refused(
         executor_main._executor(tmp_path, settings)
 
 
-def test_an_executor_on_a_card_is_made_of_its_options(card: _Card, tmp_path: Path) -> None:
+def test_an_executor_on_a_card_is_made_of_its_options(card: _Card, tiny: Path) -> None:
     settings = ExecutorConfig(threads=1, device="cuda:1", cuda_graph_sizes="4, 1", attention_backend="torch-sdpa")
-    executor: Any = executor_main._executor(tiny_llama(tmp_path / "model"), settings)
+    executor: Any = executor_main._executor(tiny, settings)
     assert executor._device.name == "cuda:1" and executor._graph_sizes == (4, 1)
     assert executor._attention_backend == "torch-sdpa" and executor.dtypes.default == torch.float32
 
 
-def test_without_a_card_the_process_says_so_and_ends(tmp_path: Path) -> None:
-    path = tiny_llama(tmp_path)
+def test_without_a_card_the_process_says_so_and_ends(tiny: Path) -> None:
     with pytest.raises(StartError, match="--device cuda: torch"):
-        executor_main.main(["--model", str(path), "--device", "cuda", "--port", "0"])
+        executor_main.main(["--model", str(tiny), "--device", "cuda", "--port", "0"])

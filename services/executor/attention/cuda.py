@@ -252,7 +252,9 @@ class KernelLauncher:
         splits = self._splits(rows, tiles_of_keys)
         self._decode.params.set(**fields, splits=splits, partial_out=0, partial_lse=0)
         if splits > 1:
-            parts = torch.empty(rows, self._needs.heads, splits, self._needs.head_dim + 1, device=out.device)
+            parts = torch.empty(
+                rows, self._needs.heads, splits, self._needs.head_dim + 1, dtype=torch.float32, device=out.device
+            )
             # One piece of memory: first all partial outputs, then their sums.
             self._decode.params.set(
                 partial_out=parts.data_ptr(),
