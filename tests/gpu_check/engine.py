@@ -1,9 +1,8 @@
 """Three processes that serve a model on the card: the ids they stream are the model's, as transformers computes it.
 
-Without a card the same is done with `--device cpu`, and an executor's device path is served with the kernels on the host
-shim. Ids are not compared one by one (in 16 bits a near tie may fall
-either way) but judged: each id drawn greedily must be, by transformers' logits in float32 for the ids before it, the
-likeliest to within what the model's type can lose.
+Without a card the same is done with `--device cpu`, and the executor's device path runs with its kernels on the host
+shim. Ids are not compared one by one (in 16 bits a near tie may fall either way) but judged: each id drawn greedily
+must be, by transformers' logits in float32 for the ids before it, the likeliest to within what the model's type loses.
 """
 
 from __future__ import annotations
