@@ -429,6 +429,7 @@ async def test_a_device_that_is_lost_for_good_is_a_fatal_fault_and_the_process_i
         device.failure = None  # so that the rig can end
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_a_device_that_hangs_ends_the_process_at_the_steps_deadline(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
