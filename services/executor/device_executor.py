@@ -269,18 +269,21 @@ class DeviceExecutor(Executor):
         else:
             logits = runner.run(inputs, batch.tables, drawn_slots)
         computed = device.record()
+        slots = all_slots = index(inputs.slots, device)
         masked = masked_rows(inputs, masks, begun)
         if inputs.sampling_rows.size:
             step.slots = inputs.slots[inputs.sampling_rows]
-            slots = index(step.slots, device)
+            if len(step.slots) < len(inputs.slots):
+                slots = index(step.slots, device)
             newest = runner.newest_ids.index_select(0, slots)
             drawn = sampler.draw(logits, batch.sample_rows(inputs), masked, newest)
-            failed = drawn.failed | runner.failed.index_select(0, slots)
+            before = runner.failed.index_select(0, slots)
+            failed = torch.where(before != 0, before, drawn.failed)
             runner.failed.index_copy_(0, slots, failed)
             runner.newest_ids.index_copy_(0, slots, torch.where(failed != 0, 0, drawn.token_ids))
             step.places = batch.expect(step.slots)
             step.take(drawn, device)
-        step.take_failed(runner.failed.index_select(0, index(inputs.slots, device)), device)
+        step.take_failed(runner.failed.index_select(0, all_slots), device)
         return step.ends(computed, device.record())
 
 
@@ -333,11 +336,9 @@ class _Step:
         if self._last is None or self._computed is None:
             raise RuntimeError("a step that was not queued whole")
         self.executor.wait_for(self._last)
-        failed = np.zeros(len(self.inputs.slots), np.bool_)
-        if self._row_failed is not None:
-            failed = as_array(self._row_failed) != 0
-        self.failed_slots = self.inputs.slots[failed]
-        sampled = self._sampled(failed[self.inputs.sampling_rows])
+        why = np.zeros(len(self.inputs.slots), np.int32) if self._row_failed is None else as_array(self._row_failed)
+        self.failed_slots = self.inputs.slots[why != 0]
+        sampled = self._sampled(why[self.inputs.sampling_rows])
         found = outcome(self.number, self.inputs, sampled, self.scores.told(frozenset(self.failed_slots.tolist())))
         return replace(
             found,
@@ -351,9 +352,11 @@ class _Step:
         self.is_done = True
         return found
 
-    def _sampled(self, failed: npt.NDArray[np.bool_]) -> Sampled | None:
+    def _sampled(self, why: npt.NDArray[np.int32]) -> Sampled | None:
+        """`why` the rows that sample have failed, 0 where they have not."""
         if self._drawn is None or self._token_ids is None:
             return None
+        failed = why != 0
         self.drawn_ids = np.where(failed, 0, as_array(self._token_ids))
         logprobs = Logprobs.none() if self._logprobs is None else self._logprobs.told(self._drawn.tops)
         good = ~failed[self._drawn.scored]
