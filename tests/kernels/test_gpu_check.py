@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kernels import build, instances
+from kernels import build, instances, nvrtc
 from kernels.instances import ARCHITECTURES
 from tests.gpu_check import __main__ as gpu_check
 from tests.gpu_check import checks, roofline
@@ -17,6 +18,7 @@ from tests.gpu_check.card import Card
 from tests.kernels.cuda_calls import decode
 from tests.kernels.hostshim.hostshim import Fault, HostDevice
 from tests.kernels.paged import batch
+from tests.kernels.test_cuda_build import fake_package
 
 
 def test_a_dry_run_finds_nothing_wrong_and_says_what_it_left_out(
@@ -63,6 +65,27 @@ def test_what_is_wrong_is_told_and_ends_in_status_1(
     assert gpu_check.main(["--dry", "--only", stage]) == 1
     printed = capsys.readouterr().out
     assert told in printed and "something is WRONG" in printed
+
+
+def test_probes_compile_with_the_headers_of_cuda_13_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_package(tmp_path, "cupy-cuda13x")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert nvrtc.headers().parent.name == "cu13"
+    assert gpu_check.main(["--dry", "--only", "wrappers"]) == 0
+    assert capsys.readouterr().out.count("  ok ") == 12
+
+
+def test_what_the_services_need_and_is_not_there_is_named_and_skipped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "tests.support.checkpoints", None)
+    monkeypatch.setitem(sys.modules, "tests.executor.shim_device", None)
+    assert gpu_check.main(["--dry", "--only", "engine"]) == 0
+    assert "skipped random Llama of 4 layers, float32: tests.support.checkpoints is not installed here" in (
+        capsys.readouterr().out
+    )
 
 
 def test_no_check_begins_when_the_time_is_up(capsys: pytest.CaptureFixture[str]) -> None:
