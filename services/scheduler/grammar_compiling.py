@@ -26,7 +26,6 @@ KEPT_GRAMMARS = 64
 
 MAX_WAITING = 1024
 """Requests that wait for it: the core, whose queue has a limit of its own, does not know them yet."""
-RETRY_AFTER_S = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -75,9 +74,7 @@ class GrammarCompiling:
             return
         if len(self._waiting) >= MAX_WAITING:
             message = f"{len(self._waiting)} requests wait for their grammars to be compiled; try again later"
-            proceed(
-                RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", message, retry_after_s=RETRY_AFTER_S)
-            )
+            proceed(RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", message))
             return
         self._waiting[key] = asyncio.create_task(self._compile(key, grammar, digest, proceed))
 
