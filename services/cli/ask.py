@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from services.cli.grammar_flags import add_grammar_flags, grammar_of
 from services.cli.logprobs_shown import show_logprobs
 from services.cli.parts import part
 from services.common.errors import StartError
@@ -43,6 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ignore-eos", action="store_true", default=None, help="go on where the model would end")
     for flag, text in (("--allowed-token-ids", "draw these ids alone"), ("--banned-token-ids", "draw none of these")):
         parser.add_argument(flag, type=_ids, metavar="ID,ID", help=text)
+    add_grammar_flags(parser)
     parser.add_argument(
         "--logprobs",
         action="store_true",
@@ -64,6 +66,8 @@ def options_of(parsed: argparse.Namespace) -> OptionArgs:
         chosen["logprobs"] = parsed.top_logprobs or 0
     if scores_prompt:
         chosen["prompt_logprobs"] = parsed.top_logprobs or 0
+    if (grammar := grammar_of(parsed)) is not None:
+        chosen["grammar"] = grammar
     return chosen  # type: ignore[no-any-return]
 
 

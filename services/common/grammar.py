@@ -80,6 +80,21 @@ class Grammar:
         """Equal digests, equal languages; forced tokens do not count."""
         return hashlib.sha256(to_proto(Grammar(self.rule)).SerializeToString(deterministic=True)).digest()
 
+    @property
+    def field(self) -> str:
+        """Of the message Grammar, that holds the rule."""
+        match self.rule:
+            case JsonSchema():
+                return "json_schema"
+            case Regex():
+                return "regex"
+            case Lark():
+                return "lark"
+            case Choices():
+                return "choices"
+            case StructuralTags():
+                return "structural_tags"
+
     def _texts(self) -> list[str]:
         match self.rule:
             case JsonSchema(text) | Regex(text) | Lark(text):

@@ -60,9 +60,9 @@ class Compiler:
             raise self._blame(grammar, error) from None
         mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         if matcher.is_error() or not mask.any():
-            raise GrammarError(_field(grammar), f"allows no text at all: {_first_line(matcher.get_error())}")
+            raise GrammarError(grammar.field, f"allows no text at all: {_first_line(matcher.get_error())}")
         if matcher.is_accepting() and not self._allows_text(mask):
-            raise GrammarError(_field(grammar), "allows the empty text alone; allow one character or more")
+            raise GrammarError(grammar.field, "allows the empty text alone; allow one character or more")
         return matcher
 
     def probe(self, grammar: Grammar, matcher: LLMatcher) -> None:
@@ -75,10 +75,10 @@ class Compiler:
             spent_s = min(_timed_s(walker.compute_bitmask) for _ in range(2))  # what is found out once is kept
             mask = np.frombuffer(walker.compute_bitmask(), np.uint8)
             if walker.is_error():
-                raise GrammarError(_field(grammar), f"cannot be run: {_first_line(walker.get_error())}")
+                raise GrammarError(grammar.field, f"cannot be run: {_first_line(walker.get_error())}")
             if spent_s > MASK_LIMIT_S:
                 raise GrammarError(
-                    _field(grammar),
+                    grammar.field,
                     f"takes {1000 * spent_s:.0f} ms to say which ids may come next, the limit is "
                     f"{1000 * MASK_LIMIT_S:.0f} ms; make it simpler, or its bounds smaller",
                 )
@@ -120,7 +120,7 @@ class Compiler:
                     self._matcher(_of_schema(tag.json_schema))
                 except GrammarError as its_own:
                     return GrammarError(f"structural_tags.tags[{i}].json_schema", str(its_own))
-        return GrammarError(_field(grammar), str(error))
+        return GrammarError(grammar.field, str(error))
 
 
 class _TagGrammar:
@@ -235,20 +235,6 @@ def _quoted(text: str) -> str:
 def _escaped(text: str) -> str:
     """A regular expression that matches the text, between the slashes of Lark."""
     return re.escape(text).replace("/", "\\/").replace("\n", "n")
-
-
-def _field(grammar: Grammar) -> str:
-    match grammar.rule:
-        case JsonSchema():
-            return "json_schema"
-        case Regex():
-            return "regex"
-        case Lark():
-            return "lark"
-        case Choices():
-            return "choices"
-        case StructuralTags():
-            return "structural_tags"
 
 
 def _first_line(message: str) -> str:

@@ -104,7 +104,7 @@ class GrammarCheck:
                     verdict = Verdict(await self._worker.compile(grammar))
                 except WorkerLostError as error:
                     log.warning("a grammar of %d bytes: %s", grammar.num_bytes, error)
-                    verdict = Verdict(("", str(error)), time.monotonic() + OVER_BUDGET_KEPT_S)
+                    verdict = Verdict((grammar.field, str(error)), time.monotonic() + OVER_BUDGET_KEPT_S)
             self._verdicts[digest] = verdict
             self._verdicts.move_to_end(digest)
             while len(self._verdicts) > KEPT_VERDICTS:

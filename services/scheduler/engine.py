@@ -500,7 +500,7 @@ class Engine:
 
 def _log_failure(failure: Failure) -> None:
     kind, key = failure.kind, failure.key
-    if kind in (FailureKind.BAD_TOKEN_ID, FailureKind.ROW_FAILED):
+    if kind in (FailureKind.BAD_TOKEN_ID, FailureKind.ROW_FAILED, FailureKind.GRAMMAR_FAILED):
         log.error("request %d of frontend %d: %s", key.request_id, key.frontend, failure.message)
     else:
         log.debug("request %d of frontend %d: %s", key.request_id, key.frontend, failure.message)

@@ -77,6 +77,7 @@ class CoreMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "s"]),
         common=st.booleans(),
         scored=st.sampled_from([None, None, 0]),
+        grammar=st.sampled_from(["", "", "masked", "stepwise"]),
     )
     def submit(
         self,
@@ -90,6 +91,7 @@ class CoreMachine(RuleBasedStateMachine):
         salt: str,
         common: bool,
         scored: int | None = None,
+        grammar: str = "",
     ) -> None:
         driver = self.driver
         pool_tokens = driver.limits.pool_tokens
@@ -109,6 +111,8 @@ class CoreMachine(RuleBasedStateMachine):
             tenant=tenant,
             salt=salt,
             prompt_logprobs=scored,
+            is_masked=grammar != "",
+            is_stepwise=grammar == "stepwise",
         )
         failure = driver.seen[key].failure
         if choices > driver.limits.max_slots + math.ceil(driver.limits.tenant_share * driver.limits.max_waiting):
@@ -147,6 +151,15 @@ class CoreMachine(RuleBasedStateMachine):
     def failed_row(self, pick: random.Random) -> None:
         if live := self._live():
             self.driver.failing.add(pick.choice(live))
+
+    @rule()
+    def settle(self) -> None:
+        self.driver.settle()
+
+    @rule(pick=st.randoms(use_true_random=False))
+    def grammar_ends(self, pick: random.Random) -> None:
+        if live := self._live():
+            self.driver.finish(pick.choice(live))
 
     @rule()
     def flush(self) -> None:
@@ -236,6 +249,8 @@ def test_K6_the_invariants_hold_over_2000_steps(seed: int) -> None:
                 priority=rng.choice([0, 0, 1]),
                 tenant=rng.choice("ab"),
                 prompt_logprobs=scored,
+                is_masked=seed % 2 == 1,
+                is_stepwise=seed % 2 == 1 and rng.random() < 0.5,
             )
             live += driver.seen[key].submission.choice_keys()
         live = [key for key in live if not driver.seen[key].ended]

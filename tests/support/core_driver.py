@@ -34,6 +34,8 @@ class Seen:
     finished: Finished | None = None
     failure: Failure | None = None
     aborted: bool = False
+    cut: bool = False
+    """Ended by its grammar, before its expected end."""
 
     @property
     def ended(self) -> bool:
@@ -62,6 +64,8 @@ class CoreDriver:
         self.bad_ids: dict[RequestKey, int] = {}  # told in place of the next id
         self.failing: set[RequestKey] = set()  # whose next sampling row fails
         self._results: deque[StepResult] = deque()
+        self._drawing: deque[list[RequestKey]] = deque()  # whose rows sample, by result
+        self._unforced: list[tuple[RequestKey, int]] = []  # (stepwise request, id that nothing was forced behind yet)
         self._slot_keys: dict[int, RequestKey] = {}
         self._next_id = 1
         self._new_batch()
@@ -120,11 +124,37 @@ class CoreDriver:
         """All ids that it receives when nothing ends it early: cut at its first stop id."""
         submission, choice = self.seen[key].submission, self.seen[key].choice
         seed = derived_seed(submission.seed, choice)
-        ids = expected_ids(submission.prompt_ids.tolist(), seed, submission.max_tokens, self.limits.vocab_size)
+        ids = self._drawn(submission.prompt_ids.tolist(), seed, submission)
         for position, token_id in enumerate(ids):
             if token_id in submission.stop_ids and position >= submission.min_tokens:
                 return ids[: position + 1]
         return ids
+
+    def forced(self, token_id: int) -> list[int]:
+        """What follows a drawn id of a stepwise request without being drawn."""
+        return [(token_id + i) % self.limits.vocab_size for i in range(1, token_id % 4)]
+
+    def _drawn(self, prompt: list[int], seed: int, submission: Submission) -> list[int]:
+        vocab_size, length = self.limits.vocab_size, submission.max_tokens
+        if not submission.is_stepwise:
+            return expected_ids(prompt, seed, length, vocab_size)
+        ids: list[int] = []
+        while len(ids) < length:
+            (drawn,) = expected_ids(prompt + ids, seed, 1, vocab_size)
+            ids += [drawn, *self.forced(drawn)]
+        return ids[:length]
+
+    def settle(self) -> None:
+        """Tells the core what is forced behind the ids that it was waiting with."""
+        unforced, self._unforced = self._unforced, []
+        for key, token_id in unforced:
+            self.take(self.core.force(key, self.forced(token_id), self.now_ns), forced=True)
+            self.core.check_books()
+
+    def finish(self, key: RequestKey) -> None:
+        """As a grammar's end would."""
+        self.seen[key].cut = True
+        self.take(self.core.finish(key, self.now_ns))
 
     # -- steps
 
@@ -141,13 +171,23 @@ class CoreDriver:
         self.plans.append(plan)
         for start in plan.started:
             self._slot_keys[start.slot] = start.key
+        self._check_masked(plan)
         self._results.append(self._execute(plan))
         return plan
+
+    def _check_masked(self, plan: StepPlan) -> None:
+        """The position of each masked row is that of the id it is to draw: after those told, and those on their way."""
+        for row in plan.masked:
+            on_its_way = sum(row.key in keys for keys in self._drawing)
+            assert row.position == len(self.seen[row.key].ids) + on_its_way
+            assert self._slot_keys[row.slot] == row.key
+            assert on_its_way == 0 or not self.seen[row.key].submission.is_stepwise
 
     def apply(self) -> Updates:
         """The oldest result in flight."""
         self.now_ns += MS
         updates = self.core.apply(self._results.popleft(), self.now_ns)
+        self._drawing.popleft()
         self.core.check_books()
         self.take(updates)
         return updates
@@ -155,10 +195,12 @@ class CoreDriver:
     def step(self) -> StepPlan | None:
         """Plans until enough is in flight, then applies one result; the last plan made."""
         last = None
+        self.settle()
         while (plan := self.plan()) is not None:
             last = plan
         if self._results:
             self.apply()
+            self.settle()
         return last
 
     def run(self, limit: int = 5000) -> int:
@@ -175,11 +217,12 @@ class CoreDriver:
     def lose_executor(self) -> None:
         """A new epoch: what was in flight never arrives."""
         self._results.clear()
+        self._drawing.clear()
         self.core.new_epoch()
         self._new_batch()
         self.core.check_books()
 
-    def take(self, updates: Updates) -> None:
+    def take(self, updates: Updates, *, forced: bool = False) -> None:
         """Keeps what the requests are told; nothing is told of one that has ended."""
         at = 0
         for key, scores in updates.scores:
@@ -192,13 +235,15 @@ class CoreDriver:
             assert not seen.ended
             seen.ids += updates.token_ids[at : at + count]
             assert seen.ids == self.expected(key)[: len(seen.ids)]
+            if seen.submission.is_stepwise and not forced:
+                self._unforced.append((key, seen.ids[-1]))
             at += count
         assert at == len(updates.token_ids) == len(updates.places)
         for finished in updates.finished:
             assert not self.seen[finished.key].ended
             seen = self.seen[finished.key]
-            assert seen.ids == self.expected(finished.key)
-            if seen.submission.prompt_logprobs is not None and seen.choice == 0:
+            assert seen.cut or seen.ids == self.expected(finished.key)
+            if seen.submission.prompt_logprobs is not None and seen.choice == 0 and not seen.cut:
                 assert len(seen.scores) == len(seen.submission.prompt_ids) - 1
             self.seen[finished.key].finished = finished
         for failure in updates.failed:
@@ -234,8 +279,12 @@ class CoreDriver:
 
     def _execute(self, plan: StepPlan) -> StepResult:
         counts, ids, failed, scores = [], [], {}, {}
+        drawing: list[RequestKey] = []
+        self._drawing.append(drawing)
         for row in self.batch.take(encode_plan(plan).plan):
             key = self._slot_keys[row.number]
+            if row.samples:
+                drawing.append(key)
             if row.scored:
                 own = [own_logprob(row.slot.ids[position]) for position in row.scored]
                 logprobs, ranks = zip(*own, strict=True)
@@ -255,4 +304,6 @@ class CoreDriver:
                 row.slot.append(token_id)
                 counts.append(1)
                 ids.append(self.bad_ids.pop(key, token_id))
+        masked = {key for key in drawing if self.seen[key].submission.is_masked}
+        assert masked == {row.key for row in plan.masked} and len(masked) == len(plan.masked)
         return StepResult(plan.step, counts, ids, failed, scores)

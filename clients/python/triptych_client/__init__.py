@@ -5,6 +5,7 @@ async with Client("127.0.0.1:50051") as client:
         print(delta.text, end="", flush=True)
 """
 
+from triptych_client import grammars
 from triptych_client.client import DEFAULT_ADDRESS, Client
 from triptych_client.errors import TriptychError, Violation
 from triptych_client.messages import Message
@@ -44,4 +45,5 @@ __all__ = [
     "TriptychError",
     "Usage",
     "Violation",
+    "grammars",
 ]
