@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kernels.cpu import linear, pages, tile
+from services.executor import stack
 from services.executor.attention.contract import Scores
 from services.executor.attention.reference import ReferenceStep
 from services.executor.fused import FusedAttention, FusedLayer, FusedMlp, FusedNorm, Heads, Norms
@@ -43,7 +44,17 @@ def install(model: torch.nn.Module) -> dict[str, int]:
     for candidates in (_norms_and_mlps, _attentions, _layers):
         for name in _replace(model, candidates, scratch):
             counts[name] = counts.get(name, 0) + 1
+    _stack(model, scratch)
     return counts
+
+
+def _stack(model: torch.nn.Module, scratch: Scratch) -> None:
+    """Makes one module of each list of layers that are alike."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, torch.nn.ModuleList):
+            layers = [layer for layer in module if isinstance(layer, FusedLayer)]
+            if layers and len(layers) == len(module) and stack.fits(layers):
+                model.set_submodule(name, torch.nn.ModuleList([stack.FusedStack(layers, scratch)]))
 
 
 def _replace(model: torch.nn.Module, candidates: Candidates, scratch: Scratch) -> Iterator[str]:
