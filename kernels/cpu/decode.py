@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
-from numba import carray, njit, prange, types
+from numba import carray, njit, prange, set_num_threads, types
 from numba.extending import intrinsic
 
 from kernels.cpu import phases, tile
-from kernels.cpu.compiled import IN_ORDER, INNER
+from kernels.cpu.compiled import IN_ORDER, INNER, PART
 from kernels.cpu.elementwise import rms_norm_row, silu_multiply_row
 from kernels.cpu.kv_cache import LayerCache, Rows, write_head
 from kernels.cpu.linear import ALONE_BELOW, ROW_BLOCK, SLICE, multiply_piece
@@ -37,6 +37,8 @@ _PIECE_BYTES = 32_768
 _PIECE_PANELS = 8
 """At most."""
 _PHASES = 5
+_PLAIN, _ADDED, _GATES = 0, 1, 2
+"""What becomes of a product: it is written, or added to what is there, or its gates are multiplied with its ups."""
 
 Float32s = npt.NDArray[np.float32]
 Int64s = npt.NDArray[np.int64]
@@ -99,8 +101,7 @@ class _Space(NamedTuple):
     """Of one thread, within a step."""
 
     normed: Float32s
-    part: Float32s
-    other: Float32s
+    parts: Float32s
     key: Float32s
     widened: Float32s
     tail: Float32s
@@ -125,8 +126,14 @@ def run(
         rows.tables, rows.slots, rows.contexts, order, cos, sin,
         cache.keys, cache.values, cache.key_scales, cache.value_scales,
     )  # fmt: skip
-    most = weights.panels.size * len(x) * len(weights.addresses)
-    _run(x, weights, step, buffers, 1 if most < ALONE_BELOW else threads)
+    if weights.panels.size * len(x) * len(weights.addresses) > ALONE_BELOW:
+        _run(x, weights, step, buffers, threads)
+        return
+    set_num_threads(1)
+    try:
+        _run(x, weights, step, buffers, 1)
+    finally:
+        set_num_threads(threads)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -139,80 +146,59 @@ def _pointer(context: Any, address: Any) -> Any:
     return types.voidptr(types.int64), generate
 
 
-@njit(**INNER)
+@njit(**PART)
 def _panels(weights, layer, product, outputs, depth):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """[outputs / 16, depth, 16]"""
     shape = ((outputs + tile.OUTPUTS - 1) // tile.OUTPUTS, depth, tile.OUTPUTS)
     return carray(_pointer(weights.addresses[layer, product]), shape, weights.panels.dtype)
 
 
-@njit(**INNER)
-def _piece_panels(panels, at_once):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """Panels of a piece that reads `at_once` of them for each."""
-    each = panels.shape[1] * tile.OUTPUTS * panels.itemsize * at_once
-    return min(max(1, (_PIECE_BYTES + each - 1) // each), _PIECE_PANELS)
-
-
-@njit(**INNER)
-def _norm(x, gain, epsilon, out):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+@njit(**PART)
+def _multiply(x, panels, bias, out, space):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """The first columns of out = x @ panels + bias, where that is not empty."""
     for r in range(x.shape[0]):
-        rms_norm_row(x[r], x[r, :0], gain, epsilon, out[r])
+        for i in range(bias.shape[0]):
+            out[r, i] = bias[i]
+    multiply_piece(
+        x, panels, out, bias.shape[0] > 0, 0, x.shape[0], 0, panels.shape[0], space.widened, space.tail
+    )  # fmt: skip
 
 
-@njit(**INNER)
-def _multiply(x, panels, first, last, bias, out, space):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """The first columns of out = x @ panels first..last-1, plus what is theirs of `bias`, where that is not empty."""
-    begin = first * tile.OUTPUTS
-    count = min(bias.shape[0] - begin, (last - first) * tile.OUTPUTS) if bias.shape[0] else 0
-    for r in range(x.shape[0]):
-        for i in range(count):
-            out[r, i] = bias[begin + i]
-    multiply_piece(x, panels[first:last], out, count > 0, 0, x.shape[0], 0, last - first, space.widened, space.tail)
-
-
-@njit(**INNER)
-def _product(x, gain, epsilon, panels, bias, out, adds, counters, phase, space):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """out = x @ panels + bias, or out += that; x is normed before where there is a gain."""
-    size = _piece_panels(panels, 1)
-    pieces = (panels.shape[0] + size - 1) // size
+@njit(**PART)
+def _product(x, gain, epsilon, panels, bias, out, kind, counters, phase, space):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """out = x @ panels + bias, or what `kind` makes of it; x is normed before where there is a gain."""
+    halves = 2 if kind == _GATES else 1
+    count, outputs = panels.shape[0] // halves, out.shape[1]
+    each = panels.shape[1] * tile.OUTPUTS * panels.itemsize * halves
+    size = min(max(1, (_PIECE_BYTES + each - 1) // each), _PIECE_PANELS)
+    pieces = (count + size - 1) // size
     piece = phases.take(counters, phase, pieces)
     source = space.normed if gain.shape[0] else x
     if piece >= 0 and gain.shape[0]:
-        _norm(x, gain, epsilon, space.normed)
-    while piece >= 0:
-        first, last = piece * size, min((piece + 1) * size, panels.shape[0])
-        _multiply(source, panels, first, last, bias, space.part, space)
-        begin, end = first * tile.OUTPUTS, min(last * tile.OUTPUTS, out.shape[1])
         for r in range(x.shape[0]):
-            for i in range(end - begin):
-                out[r, begin + i] = space.part[r, i] + (out[r, begin + i] if adds else _F32(0))
+            rms_norm_row(x[r], x[r, :0], gain, epsilon, space.normed[r])
+    while piece >= 0:
+        first, last = piece * size, min((piece + 1) * size, count)
+        begin, end = first * tile.OUTPUTS, min(last * tile.OUTPUTS, outputs)
+        for half in range(halves):
+            theirs = bias[half * outputs + begin : half * outputs + end]
+            _multiply(source, panels[half * count + first : half * count + last], theirs, space.parts[half], space)
+        for r in range(x.shape[0]):
+            part = space.parts[0, r, : end - begin]
+            if kind == _GATES:
+                silu_multiply_row(part, space.parts[1, r], out[r, begin:end])
+            elif kind == _ADDED:
+                for i in range(end - begin):
+                    out[r, begin + i] += part[i]
+            else:
+                for i in range(end - begin):
+                    out[r, begin + i] = part[i]
         phases.give(counters, phase)
         piece = phases.take(counters, phase, pieces)
     phases.wait(counters, phase, pieces)
 
 
-@njit(**INNER)
-def _gate_up(x, gain, epsilon, panels, bias, inner, counters, phase, space):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """inner = silu(gate) * up of the normed x; the panels of ups follow those of gates."""
-    gates, width = panels.shape[0] // 2, inner.shape[1]
-    size = _piece_panels(panels, 2)
-    pieces = (gates + size - 1) // size
-    piece = phases.take(counters, phase, pieces)
-    if piece >= 0:
-        _norm(x, gain, epsilon, space.normed)
-    while piece >= 0:
-        first, last = piece * size, min((piece + 1) * size, gates)
-        _multiply(space.normed, panels[:gates], first, last, bias[:width], space.part, space)
-        _multiply(space.normed, panels[gates:], first, last, bias[width:], space.other, space)
-        begin, end = first * tile.OUTPUTS, last * tile.OUTPUTS
-        for r in range(x.shape[0]):
-            silu_multiply_row(space.part[r, : end - begin], space.other[r], inner[r, begin:end])
-        phases.give(counters, phase)
-        piece = phases.take(counters, phase, pieces)
-    phases.wait(counters, phase, pieces)
-
-
-@njit(**INNER)
+@njit(**PART)
 def _attention(layer, weights, step, buffers, phase, space):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """Of each row and kv head: rotates, writes, attends."""
     keys, values = step.keys[layer], step.values[layer]
@@ -245,39 +231,32 @@ def _work(x, weights, step, buffers):  # type: ignore[no-untyped-def]  # pragma:
     rows, width = x.shape
     counters, inner = buffers.counters, buffers.inner
     projected, attended = buffers.projected.reshape(rows, -1), buffers.attended.reshape(rows, -1)
-    qkv_outputs, out_depth, inner_width = projected.shape[1], attended.shape[1], inner.shape[1]
     space = _Space(
         np.empty((rows, width), np.float32),
-        np.empty((rows, _PIECE_PANELS * tile.OUTPUTS), np.float32),
-        np.empty((rows, _PIECE_PANELS * tile.OUTPUTS), np.float32),
+        np.empty((2, rows, _PIECE_PANELS * tile.OUTPUTS), np.float32),
         np.empty(buffers.queries.shape[2], np.float32),
         np.empty((SLICE, tile.OUTPUTS), np.float32),
         np.empty((0, tile.OUTPUTS), np.float32),
     )
+    sources, outs, kinds = (x, attended, x, inner), (projected, x, inner, x), (_PLAIN, _ADDED, _GATES, _ADDED)
     for layer in range(weights.addresses.shape[0]):
-        biases, no_gain, epsilon = weights.biases[layer], weights.gains[layer, 0, :0], weights.epsilon
-        # Where there are none, slices of them are empty too.
-        qkv_bias, rest = biases[:qkv_outputs], biases[qkv_outputs:]
-        phase = layer * _PHASES
-        panels = _panels(weights, layer, 0, qkv_outputs, width)
-        gain = weights.gains[layer, 0]
-        _product(x, gain, epsilon, panels, qkv_bias, projected, False, counters, phase, space)
-        _attention(layer, weights, step, buffers, phase + 1, space)
-        panels = _panels(weights, layer, 1, width, out_depth)
-        _product(attended, no_gain, epsilon, panels, rest[:width], x, True, counters, phase + 2, space)
-        panels = _panels(weights, layer, 2, 2 * inner_width, width)
-        gain, bias = weights.gains[layer, 1], rest[width : width + 2 * inner_width]
-        _gate_up(x, gain, epsilon, panels, bias, inner, counters, phase + 3, space)
-        panels = _panels(weights, layer, 3, width, inner_width)
-        bias = rest[width + 2 * inner_width :]
-        _product(inner, no_gain, epsilon, panels, bias, x, True, counters, phase + 4, space)
+        phase, begin = layer * _PHASES, 0
+        for product in range(4):
+            source, out, kind = sources[product], outs[product], kinds[product]
+            outputs = out.shape[1] * (2 if kind == _GATES else 1)
+            panels = _panels(weights, layer, product, outputs, source.shape[1])
+            gain = weights.gains[layer, product // 2, : width if product % 2 == 0 else 0]
+            bias = weights.biases[layer, begin : begin + outputs]  # of nothing, where there are none
+            _product(source, gain, weights.epsilon, panels, bias, out, kind, counters, phase, space)
+            begin += outputs
+            phase += 1
+            if product == 0:
+                _attention(layer, weights, step, buffers, phase, space)
+                phase += 1
 
 
 @njit(parallel=True, **IN_ORDER)
 def _run(x, weights, step, buffers, threads):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     buffers.counters[:] = 0
-    if threads == 1:
+    for _ in prange(threads):
         _work(x, weights, step, buffers)
-    else:
-        for _ in prange(threads):
-            _work(x, weights, step, buffers)
