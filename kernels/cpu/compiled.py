@@ -19,8 +19,8 @@ INNER_IN_ORDER = IN_ORDER | _ALONE
 INNER = OPTIONS | _ALONE
 """Of functions that compiled code alone calls."""
 PART = INNER | {"inline": "always"}
-"""Of functions with one caller, which they become a part of: numba turns each other one into machine code by itself too,
-with all that it calls, before that is done for its caller."""
+"""Of functions with one caller, which they become a part of: any other one numba turns into machine code by itself, too,
+with all that it calls."""
 
 _F32 = np.float32
 LOG2_E = _F32(1 / math.log(2))

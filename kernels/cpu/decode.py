@@ -28,7 +28,7 @@ from kernels.cpu.compiled import IN_ORDER, INNER, PART
 from kernels.cpu.elementwise import rms_norm_row, silu_multiply_row
 from kernels.cpu.kv_cache import LayerCache, Rows, write_head
 from kernels.cpu.linear import ALONE_BELOW, ROW_BLOCK, SLICE, multiply_piece
-from kernels.cpu.paged_attention import attend_item
+from kernels.cpu.paged_attention import attend_item, item_space
 
 _F32 = np.float32
 MOST_ROWS = ROW_BLOCK
@@ -98,13 +98,15 @@ class _Step(NamedTuple):
 
 
 class _Space(NamedTuple):
-    """Of one thread, within a step."""
+    """Of one thread, within a step. Made before it takes a piece: one that fails then would be waited for forever."""
 
     normed: Float32s
     parts: Float32s
     key: Float32s
     widened: Float32s
     tail: Float32s
+    item: tuple[npt.NDArray[Any], ...]
+    """of attention"""
 
 
 def counters(layers: int) -> Int64s:
@@ -218,7 +220,7 @@ def _attention(layer, weights, step, buffers, phase, space):  # type: ignore[no-
         )  # fmt: skip
         attend_item(
             buffers.queries, keys, values, key_scales, value_scales, table, row, 1, position, kv_head,
-            weights.scales[layer], weights.windows[layer], weights.caps[layer], buffers.attended,
+            weights.scales[layer], weights.windows[layer], weights.caps[layer], space.item, buffers.attended,
         )  # fmt: skip
         phases.give(buffers.counters, phase)
         piece = phases.take(buffers.counters, phase, pieces)
@@ -237,6 +239,7 @@ def _work(x, weights, step, buffers):  # type: ignore[no-untyped-def]  # pragma:
         np.empty(buffers.queries.shape[2], np.float32),
         np.empty((SLICE, tile.OUTPUTS), np.float32),
         np.empty((0, tile.OUTPUTS), np.float32),
+        item_space(buffers.queries.shape[1] // step.keys.shape[2], step.keys[0], step.values[0]),
     )
     sources, outs, kinds = (x, attended, x, inner), (projected, x, inner, x), (_PLAIN, _ADDED, _GATES, _ADDED)
     for layer in range(weights.addresses.shape[0]):

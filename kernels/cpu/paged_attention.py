@@ -210,22 +210,32 @@ def _add_values(weights, rows, keys, values, kv_head, table, begin, first, count
 
 
 @njit(**INNER)
+def item_space(rows, keys, values):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """What `attend_item` computes in: `rows` is the most of an item, its queries * the heads that share a kv head."""
+    head_dim = keys.shape[2]
+    width = (head_dim + tile.OUTPUTS - 1) // tile.OUTPUTS * tile.OUTPUTS
+    return (
+        np.empty((rows, head_dim), np.float32),
+        np.empty((rows, width), np.float32),
+        np.empty((rows, _KEY_TILE), np.float32),
+        np.empty((head_dim, tile.OUTPUTS), keys.dtype),
+        np.zeros((_KEY_TILE if width != head_dim else 0, width), values.dtype),
+        np.empty(rows, np.float32),
+        np.empty(rows, np.float32),
+    )
+
+
+@njit(**INNER)
 def attend_item(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     q, keys, values, key_scales, value_scales, table, first_query, queries, first_position, kv_head, scale, window,
-    cap, out,
+    cap, space, out,
 ):  # fmt: skip
     """Attention of `queries` tokens, the first at row `first_query` of q and at `first_position`, for one kv head."""
     heads, head_dim = q.shape[1], q.shape[2]
     group = heads // keys.shape[1]
     rows = queries * group
-    width = (head_dim + tile.OUTPUTS - 1) // tile.OUTPUTS * tile.OUTPUTS
-    local_q = np.empty((rows, head_dim), np.float32)
-    local_out = np.zeros((rows, width), np.float32)
-    scores = np.empty((rows, _KEY_TILE), np.float32)
-    panel = np.empty((head_dim, tile.OUTPUTS), keys.dtype)
-    padded = np.zeros((_KEY_TILE if width != head_dim else 0, width), values.dtype)
-    maxima = np.full(rows, -np.inf, np.float32)
-    sums = np.zeros(rows, np.float32)
+    local_q, local_out, scores, panel, padded, maxima, sums = space
+    local_out[:rows], maxima[:rows], sums[:rows] = _F32(0), _F32(-np.inf), _F32(0)
     factor = scale / cap if cap > _F32(0) else scale * LOG2_E
     for r in range(rows):
         source = q[first_query + r // group, kv_head * group + r % group]
@@ -243,7 +253,7 @@ def attend_item(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
             _multiply_by_scales(scores, rows, key_scales, kv_head, table, begin, unseen, count)
         if cap > _F32(0):
             _cap_scores(scores, rows, count, cap)
-        _softmax_tile(scores, local_out, maxima, sums, begin, count, first_position, window, group)
+        _softmax_tile(scores, local_out, maxima[:rows], sums, begin, count, first_position, window, group)
         if value_scales.shape[0]:
             _multiply_by_scales(scores, rows, value_scales, kv_head, table, begin, unseen, count)
         _add_values(scores, rows, keys, values, kv_head, table, begin, unseen, count, end, padded, local_out)
@@ -260,9 +270,10 @@ def _attend(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     for i in prange(items.shape[0]):
         row, kv_head, first, queries = items[i, 0], items[i, 1], items[i, 2], items[i, 3]
         computed = contexts[row] - (query_starts[row + 1] - query_starts[row])
+        space = item_space(queries * (q.shape[1] // keys.shape[1]), keys, values)
         attend_item(
             q, keys, values, key_scales, value_scales, tables[slots[row]], query_starts[row] + first, queries,
-            computed + first, kv_head, scale, window, cap, out,
+            computed + first, kv_head, scale, window, cap, space, out,
         )  # fmt: skip
 
 
