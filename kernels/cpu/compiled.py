@@ -19,7 +19,7 @@ INNER_IN_ORDER = IN_ORDER | _ALONE
 INNER = OPTIONS | _ALONE
 """Of functions that compiled code alone calls."""
 PART = INNER | {"inline": "always"}
-"""Of functions with one caller, which they become a part of: any other one numba turns into machine code by itself, too,
+"""Of functions with one caller, which they become a part of. numba turns any other one into machine code by itself too,
 with all that it calls."""
 
 _F32 = np.float32
