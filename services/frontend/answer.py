@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import asyncio
 
-from services.frontend.coalescing import Coalescer, fits_a_message
+import grpc
+
+from services.common.errors import RequestError
+from services.frontend.coalescing import Coalescer, fits_a_message, weight
 from services.frontend.engine import Outputs, Scores
 from services.frontend.generation import Choice
+from services.frontend.patience import SLOW_READER
 from services.frontend.request import Delta, Hold, Job
 from services.frontend.scores import PromptScores
 from services.frontend.tokenizer import TextTokenizer
+
+MAX_UNREAD = 64 * 1024
+"""Ids, alternatives to them included, that may wait for the client."""
 
 
 class Answer:
     """The choices of a job, until each has stopped. `close` it in any case.
 
     Text is made as outputs come, and the call is woken only for what is due. What comes while the client is slow is
-    taken as one, by choice; it is bounded by max_tokens.
+    taken as one, by choice; more than `max_unread` ids end the request.
     """
 
-    def __init__(self, job: Job, tokenizer: TextTokenizer) -> None:
+    def __init__(self, job: Job, tokenizer: TextTokenizer, max_unread: int = MAX_UNREAD) -> None:
+        self._max_unread = max_unread
+        self._left_behind = False
+        self._unread = 0
+        """Ids that came since the call last waited for some: the client had not taken what was before them."""
         self._scores_alone = job.max_tokens == 0
         self._scores = PromptScores(job)
         self._choices = [Choice(job, tokenizer) for _ in range(job.options.n)]
@@ -58,7 +69,9 @@ class Answer:
         What is wrong with it is raised where the answer is taken: it ends this request and no other.
         """
         choice = self._choices[index]
-        if choice.stopped is not None or self._error is not None:
+        if self._error is not None:
+            return self._left_behind and outputs.finish is None
+        if choice.stopped is not None:
             return False  # sent before the engine knew
         try:
             if self._scores.push(outputs):
@@ -76,10 +89,18 @@ class Answer:
             self._wake()
         else:
             self._arm()
+        if self._reader is None and self._falls_behind(delta):
+            self._left_behind = True  # who would close the request waits for the client
+            self.fail(_unread(self._max_unread))
         if delta.stopped is None:
             return False
         self._num_running -= 1
         return outputs.finish is None
+
+    def _falls_behind(self, delta: Delta) -> bool:
+        """Whether too much waits for the client; what is held back at its own wish does not count."""
+        self._unread += weight(delta)
+        return min(self._unread, self._coalescer.num_ids) > self._max_unread
 
     def _end_scored(self, outputs: Outputs) -> None:
         """Of the prompt alone; where that is all there is to do, the engine's finish is every choice's."""
@@ -129,6 +150,7 @@ class Answer:
     async def _news(self) -> list[tuple[int, Delta]]:
         """Waits until there may be something to take, or is handed it."""
         self._arm()
+        self._unread = 0
         self._reader = self._loop.create_future()
         try:
             return await self._reader
@@ -150,3 +172,12 @@ class Answer:
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result([])
+
+
+def _unread(limit: int) -> RequestError:
+    return RequestError(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        SLOW_READER,
+        f"more than {limit} ids, alternatives included, waited for the client (max_unread_tokens); read faster, or "
+        "ask for less at once",
+    )

@@ -116,6 +116,8 @@ class Limits:
     min_priority: int
     min_delta_tokens: int
     min_delta_interval_ms: int
+    unread_tokens: int
+    slow_reader_s: float
 
     def named(self, engine: EngineFacts) -> dict[str, int]:
         """By configuration key; choices and logprobs no more than the engine takes."""
@@ -137,6 +139,7 @@ class Limits:
             "max_cache_salt_bytes": self.cache_salt_bytes,
             "max_min_delta_tokens": self.min_delta_tokens,
             "max_min_delta_interval_ms": self.min_delta_interval_ms,
+            "max_unread_tokens": self.unread_tokens,
         }
 
 

@@ -24,6 +24,7 @@ from services.frontend.engine import Scores, Submission
 from services.frontend.engine_client import EngineClient
 from services.frontend.engine_request import EngineRequest
 from services.frontend.intake import Intake
+from services.frontend.patience import Patience
 from services.frontend.prompt_blocks import block_digests
 from services.frontend.request import Delta, EngineFacts, Job, Limits
 from services.frontend.responses import Fold
@@ -69,7 +70,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         def prepare(facts: EngineFacts) -> Awaitable[Job]:
             return self._intake.generate(request, facts)
 
-        await self._answer(request, prepare, inference_pb2.GenerateResponse, context, context.write)
+        await self._stream(request, prepare, inference_pb2.GenerateResponse, context)
 
     async def Chat(self, request: inference_pb2.ChatRequest, context: Context) -> None:  # type: ignore[override]
         """A conversation, answered."""
@@ -77,7 +78,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         def prepare(facts: EngineFacts) -> Awaitable[Job]:
             return self._intake.chat(request, facts)
 
-        await self._answer(request, prepare, inference_pb2.ChatResponse, context, context.write)
+        await self._stream(request, prepare, inference_pb2.ChatResponse, context)
 
     async def GenerateUnary(
         self, request: inference_pb2.GenerateUnaryRequest, context: Context
@@ -152,6 +153,14 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             DOOR.check(request)
             return inference_pb2.ListModelsResponse(models=[self._describe()])
 
+    async def _stream(self, request: Message, prepare: Prepare, response: type[R], context: Context) -> None:
+        """An answer to a client that has to take it as it comes."""
+        patience = Patience(context.write, self._limits.slow_reader_s)
+        try:
+            await self._answer(request, prepare, response, context, patience.write)
+        finally:
+            patience.close()
+
     async def _answer(
         self,
         request: Message,
@@ -167,7 +176,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             DOOR.check(request)
             tenant = tenant_of(context)
             job = await prepare(self._engine.require())
-            answer = Answer(job, self._model.tokenizer)
+            answer = Answer(job, self._model.tokenizer, self._limits.unread_tokens)
 
             def send(deltas: list[tuple[int, Delta]]) -> Awaitable[None]:
                 return write(responses.choices(response(), deltas, self._model.tokenizer))
