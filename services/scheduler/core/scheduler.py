@@ -180,19 +180,19 @@ class Scheduler:
             waiting=len(self._waiting),
             waiting_tokens=self._waiting.num_tokens,
             tenant_waiting=self._tenants.num_waiting(submission.tenant),
-            num_tokens=num_tokens,
+            num_tokens=num_tokens + sum(len(output) for _, output in submission.resumed),
         )
         if failure is not None:
             return failure
         account = self._tenants.open(submission.tenant, submission.num_choices)
         self._num_uncounted += not submission.is_counted
         siblings: list[Request] = []
-        for choice in range(submission.num_choices):
-            request = Request(submission, choice, self._arrivals, now_ns, account, digests.copy(), siblings)
+        for choice, output in submission.choices:
+            request = Request(submission, choice, self._arrivals, now_ns, account, digests.copy(), siblings, output)
             self._arrivals += 1
             siblings.append(request)
             self._requests[request.key] = request
-            self._waiting.append(request, 1 if choice else num_tokens)
+            self._waiting.append(request, len(output) + (num_tokens if len(siblings) == 1 else 1))
             if submission.deadline_ns is not None:
                 self._deadlines.add(submission.deadline_ns, request.key, len(self._requests), self.__contains__)
         return None
@@ -461,7 +461,7 @@ class Scheduler:
                         request.last_id_ns = now_ns
                         request.account.served += OUTPUT_WEIGHT
                         length = len(output)
-                        if length == 1:
+                        if length == request.first_length:
                             self._note_first(request, now_ns, updates)
                         if token_id in request.stop_ids and length > request.min_tokens:
                             self._finish(request, FinishReason.STOP, token_id, now_ns, updates)
