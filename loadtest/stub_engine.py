@@ -200,7 +200,11 @@ class StubEngine:
         if wrong := self._cache.misfit(submit):
             raise ValueError(wrong)
         cached_tokens = self._cache.cached_tokens(submit)
-        return [StubRequest.of(submit, choice, cached_tokens) for choice in range(submit.num_choices)]
+        had = {resumed.choice: len(resumed.token_ids) // 4 for resumed in submit.resumed}
+        if any(choice >= submit.num_choices or count >= submit.max_tokens for choice, count in had.items()):
+            raise ValueError(f"resumed has a choice that is none or has ended: {had}")
+        choices = had or dict.fromkeys(range(submit.num_choices), 0)
+        return [StubRequest.of(submit, choice, cached_tokens, count) for choice, count in choices.items()]
 
     def hello(self) -> engine_pb2.EngineHello:
         """What a loaded engine says."""

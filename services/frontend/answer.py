@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 import grpc
 
@@ -12,6 +13,7 @@ from services.frontend.engine import Outputs, Scores
 from services.frontend.generation import Choice
 from services.frontend.patience import SLOW_READER
 from services.frontend.request import Delta, Hold, Job
+from services.frontend.resume import Begun
 from services.frontend.scores import PromptScores
 from services.frontend.tokenizer import TextTokenizer
 
@@ -26,22 +28,39 @@ class Answer:
     taken as one, by choice; more than `max_unread` ids end the request.
     """
 
-    def __init__(self, job: Job, tokenizer: TextTokenizer, max_unread: int = MAX_UNREAD) -> None:
+    def __init__(
+        self,
+        job: Job,
+        tokenizer: TextTokenizer,
+        max_unread: int = MAX_UNREAD,
+        begun: Mapping[int, Begun] | None = None,
+    ) -> None:
         self._max_unread = max_unread
         self._left_behind = False
         self._unread = 0
         """Ids that came since the call last waited for some: the client had not taken what was before them."""
         self._scores_alone = job.max_tokens == 0
         self._scores = PromptScores(job)
-        self._choices = [Choice(job, tokenizer) for _ in range(job.options.n)]
+        begun = begun or {}
+        self._choices = [
+            begun[index].choice if index in begun else Choice(job, tokenizer) for index in range(job.options.n)
+        ]
         self._coalescer = Coalescer(job.options.hold, job.options.n)
         self._at_once = job.options.hold == Hold() and job.options.n == 1
         """A call that waits is handed the delta itself; for one that does not the coalescer keeps it."""
-        self._num_running = job.options.n
+        self._num_running = sum(choice.stopped is None for choice in self._choices)
         self._error: Exception | None = None
         self._loop = asyncio.get_running_loop()
         self._reader: asyncio.Future[list[tuple[int, Delta]]] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        for index, (_, delta) in begun.items():
+            if delta.text or delta.stopped is not None:
+                self._coalescer.add(index, delta, self._loop.time())
+
+    @property
+    def running(self) -> tuple[int, ...]:
+        """The choices that have not stopped."""
+        return tuple(index for index, choice in enumerate(self._choices) if choice.stopped is None)
 
     @property
     def done(self) -> bool:
@@ -117,7 +136,7 @@ class Answer:
     def nothing(self) -> list[tuple[int, Delta]]:
         """The answer to max_tokens 0: a finish a choice, and no ids."""
         self._num_running = 0
-        return [(index, choice.nothing()) for index, choice in enumerate(self._choices)]
+        return [(index, choice.nothing()) for index, choice in enumerate(self._choices) if choice.stopped is None]
 
     async def take(self) -> list[tuple[int, Delta]]:
         """What the client is to have now, each choice at most once, as soon as there is any.

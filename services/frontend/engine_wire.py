@@ -66,6 +66,10 @@ def submit(request_id: int, submission: Submission) -> engine_pb2.AttachRequest:
             root_digest=submission.digests.root if submission.digests else b"",
             arrived_unix_ns=submission.arrived_unix_ns,
             timeout_ms=submission.timeout_ms,
+            resumed=[
+                engine_pb2.Submit.Resumed(choice=choice, token_ids=_column(ids, "<u4"))
+                for choice, ids in submission.resumed
+            ],
         )
     )
 

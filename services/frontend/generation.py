@@ -14,6 +14,15 @@ from services.frontend.stops import StopMatcher
 from services.frontend.tokenizer import TextTokenizer
 
 
+class NotFittingError(Exception):
+    """What had arrived of a choice is not what its request gives; `field` is in the contract's Received."""
+
+    def __init__(self, field: str, description: str) -> None:
+        super().__init__(f"{field}: {description}")
+        self.field = field
+        self.description = description
+
+
 class Choice:
     """Turns outputs into deltas until the choice has stopped; ids after a stop string's match are dropped.
 
@@ -55,6 +64,28 @@ class Choice:
         """The answer to max_tokens 0: a finish, and no ids."""
         self.stopped = Stopped("length")
         return Delta(stopped=self.stopped, cumulative_logprob=0.0 if self._wants_logprobs else None)
+
+    def end_before(self, num_tokens: int) -> None:
+        """It had finished, with so many ids, on a stream before this one."""
+        self.num_tokens = num_tokens
+        self.stopped = Stopped("finished before")
+
+    def replay(self, token_ids: tuple[int, ...], cumulative_logprob: float) -> Delta:
+        """Takes in ids that a stream before this one has told: their text, and the finish where they bring it.
+
+        Raises NotFittingError where the choice would not have gone on so far.
+        """
+        text, kept = self._read(token_ids)
+        self._cumulative_logprob = cumulative_logprob
+        stops = [place for place in range(self._job.options.min_tokens, kept) if token_ids[place] in self._job.stop_ids]
+        if kept < len(token_ids) or (stops and stops[0] < kept - 1):
+            raise NotFittingError("token_ids", f"goes on past a stop at {stops[0] if stops else kept - 1}")
+        if self.stopped is None and stops:
+            text += self._finish(EngineFinish("stop", token_ids[-1]))
+        elif self.stopped is None and kept == self._job.max_tokens:
+            text += self._finish(EngineFinish("length", None))
+        is_told = self.stopped is not None and self._wants_logprobs
+        return Delta(text, stopped=self.stopped, cumulative_logprob=cumulative_logprob if is_told else None)
 
     def _read(self, token_ids: tuple[int, ...]) -> tuple[str, int]:
         """(text that may be sent, how many of the ids are kept)."""

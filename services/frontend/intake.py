@@ -7,6 +7,7 @@ from dataclasses import replace
 from triptych.inference.v1 import inference_pb2
 
 from services.common.errors import invalid
+from services.frontend import resume
 from services.frontend.door import read_messages
 from services.frontend.request import EngineFacts, Job, Limits, Options
 from services.frontend.served_model import ServedModel
@@ -75,7 +76,7 @@ class Intake:
         return ids
 
     def _options(self, options: inference_pb2.Options, facts: EngineFacts, path: str) -> Options:
-        return read_options(
+        resolved = read_options(
             options,
             defaults=self._model.defaults,
             limits=self._limits,
@@ -84,6 +85,7 @@ class Intake:
             max_logprobs=facts.max_logprobs,
             path=f"{path}options",
         )
+        return resume.read(options, resolved, facts, f"{path}options")
 
     def _job(
         self, prompt_ids: tuple[int, ...], options: Options, facts: EngineFacts, *, prompt_field: str, path: str
@@ -95,6 +97,7 @@ class Intake:
             prompt_field=prompt_field,
             path=f"{path}options",
         )
+        resume.check_lengths(options, max_tokens, f"{path}options")
         self._check_scored(options, len(prompt_ids), path)
         if self._model.tokenizer.vocab_size > facts.vocab_size:
             check_ids(prompt_ids, facts.vocab_size, prompt_field)

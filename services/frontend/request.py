@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -34,6 +35,17 @@ class Hold:
 
 
 @dataclass(frozen=True)
+class Received:
+    """What had arrived of a choice when its stream broke; `place` is its entry in the request, for errors."""
+
+    place: int
+    token_ids: tuple[int, ...]
+    text_bytes: int
+    is_finished: bool
+    cumulative_logprob: float
+
+
+@dataclass(frozen=True)
 class Options:
     """Everything about a generation except its prompt. `max_tokens` None means to the end of the context."""
 
@@ -54,6 +66,8 @@ class Options:
     priority: int = 0
     cache_salt: str = ""
     label: str = ""
+    received: Mapping[int, Received] = field(default_factory=dict)
+    """By choice, of a stream that is resumed; empty: all choices start."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from triptych.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from services.common.errors import RequestError, unavailable
-from services.frontend import responses, sizes
+from services.frontend import responses, resume, sizes
 from services.frontend.answer import Answer
 from services.frontend.calls import Calls
 from services.frontend.door import DOOR
@@ -89,7 +89,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             return self._intake.generate(request.request, facts, "request.")
 
         fold = Fold(inference_pb2.GenerateResponse())
-        await self._answer(request, prepare, inference_pb2.GenerateResponse, context, fold.write)
+        await self._answer(request, prepare, inference_pb2.GenerateResponse, context, fold.write, "request.options")
         answer = inference_pb2.GenerateUnaryResponse(response=fold.result())
         sizes.check_answer(answer, self._limits, "use Generate, which streams it, or raise --max-message-bytes")
         return answer
@@ -103,7 +103,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             return self._intake.chat(request.request, facts, "request.")
 
         fold = Fold(inference_pb2.ChatResponse())
-        await self._answer(request, prepare, inference_pb2.ChatResponse, context, fold.write)
+        await self._answer(request, prepare, inference_pb2.ChatResponse, context, fold.write, "request.options")
         answer = inference_pb2.ChatUnaryResponse(response=fold.result())
         sizes.check_answer(answer, self._limits, "use Chat, which streams it, or raise --max-message-bytes")
         return answer
@@ -168,6 +168,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         response: type[R],
         context: Context,
         write: Callable[[R], Awaitable[None]],
+        path: str = "options",
     ) -> None:
         """Prompt facts, deltas, usage: the one way every generation goes."""
         request_id = await _greet(context)
@@ -176,7 +177,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             DOOR.check(request)
             tenant = tenant_of(context)
             job = await prepare(self._engine.require())
-            answer = Answer(job, self._model.tokenizer, self._limits.unread_tokens)
+            begun = await resume.begin(job, self._model.tokenizer, path)
+            answer = Answer(job, self._model.tokenizer, self._limits.unread_tokens, begun)
 
             def send(deltas: list[tuple[int, Delta]]) -> Awaitable[None]:
                 return write(responses.choices(response(), deltas, self._model.tokenizer))
@@ -188,11 +190,15 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             await write(response(prompt=self._prompt_info(job)))
             if job.options.prompt_logprobs is not None and len(job.prompt_ids) == 1:
                 await tell(NOTHING_TO_SCORE)
-            if job.asks_engine:
-                submission = await _submission(job, tenant, context)
-                await self._run(job, answer, self._engine.submit(submission, answer), send, tell, request_id, context)
+            if not job.asks_engine:
+                if deltas := answer.nothing():
+                    await send(deltas)
+            elif not answer.running:
+                while not answer.done:
+                    await send(await answer.take())
             else:
-                await send(answer.nothing())
+                submission = await _submission(job, answer.running, tenant, context)
+                await self._run(job, answer, self._engine.submit(submission, answer), send, tell, request_id, context)
             await write(response(usage=responses.usage(job, answer.completion_tokens, answer.cached_tokens)))
             log.debug(
                 "request %s (label %r): %d prompt tokens, %d output tokens, stopped by %s",
@@ -273,7 +279,7 @@ async def _greet(context: Context) -> str:
     return request_id
 
 
-async def _submission(job: Job, tenant: str, context: Context) -> Submission:
+async def _submission(job: Job, running: tuple[int, ...], tenant: str, context: Context) -> Submission:
     digests = await block_digests(job, tenant)
     remaining_s: float | None = context.time_remaining()
     if remaining_s is not None and remaining_s <= 0:
@@ -295,4 +301,13 @@ async def _submission(job: Job, tenant: str, context: Context) -> Submission:
         priority=job.options.priority,
         tenant=tenant,
         digests=digests,
+        resumed=_resumed(job, running),
     )
+
+
+def _resumed(job: Job, running: tuple[int, ...]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """The choices that are still to run, and their ids so far; nothing where all start."""
+    received = job.options.received
+    if not received:
+        return ()
+    return tuple((index, received[index].token_ids if index in received else ()) for index in running)

@@ -61,7 +61,6 @@ async def failure(call: Any) -> grpc.aio.AioRpcError:
         (Options(grammar=generation_pb2.Grammar(regex="a")), "options.grammar"),
         (Options(raw_bytes=True), "options.raw_bytes"),
         (Options(adapter="a"), "options.adapter"),
-        (Options(resume=inference_pb2.Resume(seed=1)), "options.resume"),
     ],
 )
 async def test_options_that_are_not_served_are_refused_by_name(served: Served, options: Options, field: str) -> None:
