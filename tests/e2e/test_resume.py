@@ -55,7 +55,7 @@ async def test_a_stream_goes_on_from_every_fourth_message_on_another_frontend(cl
             again.CopyFrom(options)
             again.resume.CopyFrom(resume_of(whole[:cut]))
             rest = (await generate(second, by_ids(PROMPT, again))).messages
-            assert same(joined([*whole[:cut], *rest])) == same(joined(whole)), f"after {cut} of {len(whole)}"
+            check_same(joined([*whole[:cut], *rest]), joined(whole))
             assert rest[-1].usage.completion_tokens == whole[-1].usage.completion_tokens
 
 
@@ -82,15 +82,12 @@ async def test_a_frontend_and_a_scheduler_that_are_killed_are_pauses(cluster: Cl
     cluster.revive()
 
 
-def same(choices: dict[int, inference_pb2.Choice]) -> list[Any]:
+def check_same(got: dict[int, inference_pb2.Choice], expected: dict[int, inference_pb2.Choice]) -> None:
     """Ids, texts and finishes exactly; logprobs as near as another batch computes them."""
-    return [
-        (
-            list(choice.token_ids),
-            choice.text,
-            choice.finish,
-            pytest.approx([entry.token.logprob for entry in choice.logprobs], abs=1e-4),
-            pytest.approx(choice.cumulative_logprob, abs=1e-3),
-        )
-        for choice in choices.values()
-    ]
+    assert got.keys() == expected.keys()
+    for index, choice in expected.items():
+        mine = got[index]
+        assert (mine.token_ids, mine.text, mine.finish) == (choice.token_ids, choice.text, choice.finish)
+        told = [entry.token.logprob for entry in choice.logprobs]
+        assert [entry.token.logprob for entry in mine.logprobs] == pytest.approx(told, abs=1e-4)
+        assert mine.cumulative_logprob == pytest.approx(choice.cumulative_logprob, abs=1e-3)
