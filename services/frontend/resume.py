@@ -97,12 +97,16 @@ def _read_received(
     resume: inference_pb2.Resume, options: Options, facts: EngineFacts, path: str
 ) -> dict[int, Received]:
     found: dict[int, Received] = {}
-    for place, one in enumerate(resume.choices[: options.n + 1]):
+    for place, one in enumerate(resume.choices):
         where = f"{path}.choices[{place}]"
         if one.index >= options.n:
             raise invalid(f"{where}.index", f"is {one.index}; the request has the choices [0, {options.n})")
         if one.index in found:
             raise invalid(f"{where}.index", f"is {one.index} for a second time")
+        if len(one.token_ids) > facts.context_tokens:  # none of them is looked at
+            raise invalid(
+                f"{where}.token_ids", f"has {len(one.token_ids)} ids, the context holds {facts.context_tokens}"
+            )
         ids = tuple(one.token_ids)
         check_ids(ids, facts.vocab_size, f"{where}.token_ids")
         needs_sum = options.logprobs is not None and ids and not one.finished

@@ -191,6 +191,12 @@ def refused(*choices: Received, seed: int = SEED, fingerprint: str = "f" * 64, *
         ),
         (refused(Received(token_ids=[70] * 9)), "options.resume.choices[0].token_ids", "has 9 ids, max_tokens is 8"),
         (
+            refused(Received(token_ids=[VOCAB_SIZE] * 10**5)),
+            "options.resume.choices[0].token_ids",
+            "has 100000 ids, the context holds 1024",
+        ),
+        (refused(*[Received()] * 17), "options.resume.choices", "at most 16 are taken (max_choices)"),
+        (
             refused(Received(token_ids=[70, EOS_ID, 70])),
             "options.resume.choices[0].token_ids",
             "goes on past a stop at 1; send the same request",
