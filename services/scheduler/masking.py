@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -106,12 +106,9 @@ class Masking:
         """A job is not done yet."""
         return self._num_open > 0
 
-    def admit(
-        self, key: RequestKey, state: GrammarState, *, is_stepwise: bool = False, output: Sequence[int] = ()
-    ) -> None:
-        """A choice that the core has taken, and the output that it has already. Raises GrammarFailedError."""
-        state.take(output)
-        self._entries[key] = _Entry(state, is_stepwise, len(output))
+    def admit(self, key: RequestKey, state: GrammarState, *, is_stepwise: bool = False, num_known: int = 0) -> None:
+        """A choice that the core has taken, with so many output ids that the state has taken."""
+        self._entries[key] = _Entry(state, is_stepwise, num_known)
         self.num_requests += 1
 
     def forget(self, key: RequestKey) -> None:

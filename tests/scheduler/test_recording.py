@@ -166,6 +166,7 @@ def test_a_submission_survives_the_file() -> None:
         stop_ids=frozenset({9, 2}),
         seed=2**64 - 1,
         more_seeds=(7,),
+        resumed=((1, (4, 5)),),
         sampling=generation_pb2.Sampling(temperature=0.5, logit_bias={3: -1.0}),
         deadline_ns=12,
         tenant="é",

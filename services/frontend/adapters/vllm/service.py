@@ -83,7 +83,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
 
     async def _answer(self, job: Job, call: Call, running: RunningCall, *, stream: bool) -> None:
         replies = Replies(job, stream=stream)
-        answer = Answer(job, self._model.tokenizer)
+        answer = Answer(job, self._model.tokenizer, self._limits.unread_tokens)
         write = _Writer(call, self._limits).write
 
         async def send(deltas: list[tuple[int, Delta]]) -> None:
