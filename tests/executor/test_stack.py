@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -128,6 +129,23 @@ def test_a_rows_bits_do_not_depend_on_its_neighbours(tmp_path: Path) -> None:
         decodes.following[:, 3:4],
     )
     assert decodes.decode(1)[0].tobytes() == together[3:4].tobytes()
+
+
+def test_steady_steps_compute_in_the_same_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[int]] = []
+    run = decode.run
+
+    def watched(x: np.ndarray, weights: decode.Weights, *others: Any) -> None:
+        buffers = next(one for one in others if isinstance(one, decode.Buffers))
+        seen.append([one.ctypes.data for one in buffers])
+        run(x, weights, *others)
+
+    monkeypatch.setattr(decode, "run", watched)
+    decodes = Decodes(tiny_model(tmp_path, "llama"), 3)
+    decodes.decode()
+    assert len(seen) == 2 and seen[0] == seen[1]
+    cache = decodes.runner._allocated()
+    assert cache.queries(65).ctypes.data == cache.queries(3).ctypes.data, "layer by layer there is one, too"
 
 
 def test_nan_stays_in_its_row(tmp_path: Path) -> None:
