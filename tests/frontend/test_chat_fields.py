@@ -218,7 +218,7 @@ def test_variables_with_a_default_in_the_template_can_be_set_and_tools_cannot(tm
     assert llama.chat.takes_tools
     assert prompt(llama, Chat(messages=[asked()])) == "todaynull"
     assert prompt(llama, Chat(messages=[asked()], template_args={"date_string": "then"})) == "thennull"
-    with pytest.raises(RequestError, match="custom_tools.*other fields"):
+    with pytest.raises(RequestError, match=r"custom_tools.*other fields"):
         prompt(llama, Chat(messages=[asked()], template_args={"custom_tools": [1]}))
 
 
