@@ -180,19 +180,24 @@ class Masking:
         self._jobs.put_nowait(_Job(run, step, works))
 
     async def _work(self, pool: ThreadPoolExecutor) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             job = await self._jobs.get()
-            begun_s = time.monotonic()
-            done = await loop.run_in_executor(pool, _do, job)
-            self.num_masks += len(done.masks)
-            self.mask_s += time.monotonic() - begun_s
-            if done.masks:
-                await self._send(job, done.masks)
-            for said in done.said:
-                self._tell(said)
+            try:
+                await self._finish(job, pool)
+            except Exception:  # a fault of ours in one job must not leave all later ones without masks
+                log.exception("masks of step %d failed", job.step)
             self._num_open -= 1
             self._changed()
+
+    async def _finish(self, job: _Job, pool: ThreadPoolExecutor) -> None:
+        begun_s = time.monotonic()
+        done = await asyncio.get_running_loop().run_in_executor(pool, _do, job)
+        self.num_masks += len(done.masks)
+        self.mask_s += time.monotonic() - begun_s
+        if done.masks:
+            await self._send(job, done.masks)
+        for said in done.said:
+            self._tell(said)
 
     async def _send(self, job: _Job, masks: list[executor_pb2.Mask]) -> None:
         try:
