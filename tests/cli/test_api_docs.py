@@ -61,4 +61,4 @@ def test_a_comment_is_taken_apart(comment: str, told: Told) -> None:
 def test_what_a_field_may_be_refused_with_is_told() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` = \d+ \|.*\| ([^|]*) \|$", api_docs.render("inference"), re.MULTILINE))
     assert rows["n"] == "INVALID_ARGUMENT"
-    assert rows["raw_bytes"] == "UNIMPLEMENTED: not served yet"
+    assert rows["adapter"] == "UNIMPLEMENTED: not served yet"
