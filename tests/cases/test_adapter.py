@@ -368,3 +368,12 @@ async def test_G6_a_message_past_the_limit_is_refused_both_ways(model: Path) -> 
     async with serving(model, vllm_adapter=True, max_message_bytes=8192, max_prompt_bytes=4096) as served:
         error = await failure(generate(served.channel, by_ids([500] * 20_000)))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_C1_a_client_that_takes_nothing_is_let_go_after_its_time(model: Path) -> None:
+    engine = scripted([50], context_tokens=200_000, ids_per_step=512)
+    async with serving(model, engine, vllm_adapter=True, slow_reader_s=0.3) as served:
+        call = stub(served.channel).Generate(by_ids([10], stream=True, ignore_eos=True))
+        await call.read()  # and never again
+        await served.engine.wait_until(lambda engine: engine.num_running == 0)
+        call.cancel()

@@ -176,6 +176,42 @@ async def test_the_gateway_reads_tool_calls_out_of_the_text(stack: Stack, stream
     assert names == ["get_weather"] and json.loads(arguments) == {"city": "Paris"} and reasons == ["tool_calls"]
 
 
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+async def test_what_the_answer_is_held_to_reaches_the_engine(stack: Stack) -> None:
+    stack.says('{"city": "Paris"}')
+    named = {"name": "city", "schema": SCHEMA}
+    await stack.chat(response_format={"type": "json_schema", "json_schema": named})
+    assert json.loads(stack.engine.submits[-1].grammar.json_schema) == SCHEMA
+    await stack.chat(response_format={"type": "json_object"})
+    assert json.loads(stack.engine.submits[-1].grammar.json_schema) == {"type": "object"}
+    await stack.chat(extra_body={"regex": "(yes|no)"})
+    assert stack.engine.submits[-1].grammar.regex == "(yes|no)"
+    await stack.chat(extra_body={"ebnf": 'root ::= "Paris" | "Rome"'})
+    assert 'start: "Paris"' in stack.engine.submits[-1].grammar.lark
+    await stack.chat(tools=[WEATHER], tool_choice="required")
+    assert stack.engine.submits[-1].grammar.WhichOneof("rule") is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}},
+            "json_schema",
+        ),
+        ({"extra_body": {"regex": "("}}, "regex"),
+        ({"extra_body": {"ebnf": "root ::= ("}}, "grammar"),
+    ],
+)
+async def test_what_is_no_grammar_is_refused_by_its_field(stack: Stack, options: dict[str, Any], field: str) -> None:
+    asked = len(stack.engine.submits)
+    with pytest.raises(openai.BadRequestError) as caught:
+        await stack.chat(**options)
+    assert f"sampling_params.{field}: " in str(caught.value) and len(stack.engine.submits) == asked
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_refusal_of_our_door_is_an_http_status_with_our_words(stack: Stack, stream: bool) -> None:
     with pytest.raises(openai.BadRequestError) as caught:

@@ -25,10 +25,10 @@ class RunningCall:
         self._request: EngineRequest | None = None
 
     def answering(self, answer: Answer) -> None:
-        """There is something that an Abort has to end. Raises AbortedError where one has been already."""
-        if self.is_aborted:
-            raise AbortedError
+        """There is something that an Abort has to end; one that has been already ends it at once."""
         self._answer = answer
+        if self.is_aborted:
+            answer.fail(AbortedError())
 
     def submitted(self, request: EngineRequest) -> None:
         """The engine has it."""

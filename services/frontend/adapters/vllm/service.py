@@ -8,6 +8,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc
@@ -30,6 +31,7 @@ from services.frontend.engine_admin import EngineAdmin
 from services.frontend.engine_client import EngineClient
 from services.frontend.grammar_check import GrammarCheck
 from services.frontend.intake import Intake
+from services.frontend.patience import Patience
 from services.frontend.request import Delta, EngineFacts, Job, Limits
 from services.frontend.request_id import greet, new_id, tell
 from services.frontend.running import Call, Context, Runner
@@ -86,7 +88,8 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
     async def _answer(self, job: Job, call: Call, running: RunningCall, *, stream: bool) -> None:
         replies = Replies(job, stream=stream)
         answer = Answer(job, self._model.tokenizer, self._limits.unread_tokens)
-        write = _Writer(call, self._limits).write
+        patience = Patience(call.context.write, self._limits.slow_reader_s)
+        write = _Writer(call, patience, self._limits).write
 
         async def send(deltas: list[tuple[int, Delta]]) -> None:
             replies.cached_tokens = answer.cached_tokens
@@ -96,13 +99,16 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         async def score(scores: Scores) -> None:
             replies.score(scores)
 
+        running.answering(answer)
         try:
-            running.answering(answer)
-            await self._runner.run(job, answer, call, send, score, running.submitted)
-        except AbortedError:
+            with suppress(AbortedError):
+                if not running.is_aborted:
+                    await self._runner.run(job, answer, call, send, score, running.submitted)
+            for reply in replies.end():
+                await write(reply)
+        finally:
             answer.close()
-        for reply in replies.end():
-            await write(reply)
+            patience.close()
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """Ends the calls of these ids, which end with finish_reason "abort"; unknown ids are nobody's."""
@@ -212,8 +218,9 @@ class _Writer:
     begun.
     """
 
-    def __init__(self, call: Call, limits: Limits) -> None:
+    def __init__(self, call: Call, patience: Patience, limits: Limits) -> None:
         self._call = call
+        self._patience = patience
         self._limits = limits
         self._has_begun = False
 
@@ -222,4 +229,4 @@ class _Writer:
         if not self._has_begun:
             self._has_begun = True
             await tell(self._call.context, self._call.request_id)
-        await self._call.context.write(reply)
+        await self._patience.write(reply)
