@@ -81,7 +81,7 @@ def test_conversations_are_answered_by_the_template(engine: Engine) -> None:
     )
     assert (one.text, one.usage.prompt_tokens) == (same.text, same.usage.prompt_tokens)
     assert other.usage.prompt_tokens > one.usage.prompt_tokens
-    with pytest.raises(TriptychError, match="UNIMPLEMENTED"):
+    with pytest.raises(TriptychError, match="takes no tools"):
         engine.chat(["Hi"], tools=[pb.Tool(name="t")])
 
 
