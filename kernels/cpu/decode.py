@@ -30,7 +30,6 @@ from kernels.cpu.kv_cache import LayerCache, Rows, write_head
 from kernels.cpu.linear import ALONE_BELOW, ROW_BLOCK, SLICE, multiply_piece
 from kernels.cpu.paged_attention import attend_item, item_space
 
-_F32 = np.float32
 MOST_ROWS = ROW_BLOCK
 _PIECE_BYTES = 32_768
 """Of weights, at least: a few microseconds."""
