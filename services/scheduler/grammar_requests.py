@@ -10,7 +10,7 @@ from llguidance import LLMatcher
 from services.common.errors import RequestError, invalid
 from services.common.grammar import Grammar
 from services.scheduler.clock import now_ns
-from services.scheduler.core.request import Failure, RequestKey, Submission
+from services.scheduler.core.request import Failure, FailureKind, RequestKey, Submission
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.step import StepPlan, Updates
 from services.scheduler.executor_run import ExecutorRun
@@ -75,6 +75,8 @@ class GrammarRequests:
             if failure is None:
                 for key, (_, output), state in zip(submission.choice_keys(), submission.choices, states, strict=True):
                     self.masking.admit(key, state, is_stepwise=grammar.forced_tokens, num_known=len(output))
+                    if output and grammar.forced_tokens:
+                        self._go_on(key, state)
             submitted(failure)
 
         self._compiling.submit(submission.key, grammar, proceed)
@@ -98,6 +100,14 @@ class GrammarRequests:
         """Ends all work on grammars."""
         self._compiling.close()
         self.masking.close()
+
+    def _go_on(self, key: RequestKey, state: GrammarState) -> None:
+        """Of a choice that is resumed: what follows its last id without being drawn, as had it just been drawn."""
+        try:
+            said = Said(key, state.force(), state.ended)
+        except GrammarFailedError as error:
+            said = Said(key, failure=(FailureKind.GRAMMAR_FAILED, f"the request's grammar cannot go on: {error}"))
+        self.masking.tell(said)
 
     def _settle(self, said: Said) -> int:
         """Forced ids that the core took."""

@@ -194,7 +194,7 @@ class Masking:
         if done.masks:
             await self._send(job, done.masks)
         for said in done.said:
-            self._tell(said)
+            self.tell(said)
 
     async def _send(self, job: _Job, masks: list[executor_pb2.Mask]) -> None:
         try:
@@ -202,7 +202,8 @@ class Masking:
         except ExecutorLostError as error:  # whoever waits for its answers learns of it there
             log.debug("masks of step %d: %s", job.step, error)
 
-    def _tell(self, said: Said) -> None:
+    def tell(self, said: Said) -> None:
+        """Settles what a state says of its request."""
         entry = self._entries.get(said.key)
         taken = self._settle(said)
         if entry is not None:

@@ -80,3 +80,12 @@ def test_what_is_resumed_counts_as_tokens_that_wait() -> None:
     failure = driver.seen[refused].failure
     assert failure and failure.kind is FailureKind.QUEUE_FULL and "this request has 20" in failure.message
     driver.run()
+
+
+@pytest.mark.parametrize("received", range(8))
+def test_a_choice_that_is_forced_on_goes_on_with_what_follows_its_last_id(received: int) -> None:
+    driver = roomy()
+    key = driver.submit(6, is_masked=True, is_stepwise=True, received={0: received})
+    driver.run()
+    seen = driver.seen[key]
+    assert seen.finished and seen.ids == driver.expected(key) and len(seen.ids) == 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -66,7 +66,7 @@ class CoreDriver:
         self.idless: set[RequestKey] = set()  # for whose next sampling row no id is left
         self._results: deque[StepResult] = deque()
         self._drawing: deque[list[RequestKey]] = deque()  # whose rows sample, by result
-        self._unforced: list[tuple[RequestKey, int]] = []  # (stepwise request, id that nothing was forced behind yet)
+        self._unforced: list[tuple[RequestKey, list[int]]] = []  # (stepwise request, what is forced behind its last id)
         self._slot_keys: dict[int, RequestKey] = {}
         self._next_id = 1
         self._new_batch()
@@ -106,18 +106,24 @@ class CoreDriver:
             **fields,
         }
         seeds = tuple(derived_seed(fields["seed"], choice) for choice in range(1, choices))
-        vocab_size = self.limits.vocab_size
-        resumed = tuple(
-            (choice, tuple(expected_ids(prompt_ids.tolist(), derived_seed(fields["seed"], choice), count, vocab_size)))
-            for choice, count in sorted(fields.pop("received", {}).items())
+        received = sorted(fields.pop("received", {}).items())
+        submission = Submission(prompt_ids=prompt_ids, more_seeds=seeds, **fields)
+        outputs = {
+            choice: self._drawn(prompt, derived_seed(submission.seed, choice), submission) for choice, _ in received
+        }
+        submission = replace(
+            submission, resumed=tuple((choice, tuple(outputs[choice][:count])) for choice, count in received)
         )
-        submission = Submission(prompt_ids=prompt_ids, more_seeds=seeds, resumed=resumed, **fields)
         for (choice, output), each in zip(submission.choices, submission.choice_keys(), strict=True):
             self.seen[each] = Seen(submission, choice, list(output))
         failure = self.core.submit(submission, self.now_ns)
         if failure is not None:
             for each in submission.choice_keys():
                 self.seen[each].failure = failure
+        elif submission.is_stepwise and received:
+            for (choice, count), each in zip(received, submission.choice_keys(), strict=True):
+                if count:
+                    self._unforced.append((each, self._left_forced(outputs[choice], count)))
         return submission.choice_keys()[0]
 
     def choices(self, key: RequestKey) -> list[Seen]:
@@ -143,6 +149,13 @@ class CoreDriver:
         """What follows a drawn id of a stepwise request without being drawn."""
         return [(token_id + i) % self.limits.vocab_size for i in range(1, token_id % 4)]
 
+    def _left_forced(self, output: list[int], count: int) -> list[int]:
+        """What is still to be forced behind the first `count` ids of a stepwise output."""
+        end = 0
+        while end < count:
+            end += 1 + len(self.forced(output[end]))
+        return output[count:end]
+
     def _drawn(self, prompt: list[int], seed: int, submission: Submission) -> list[int]:
         vocab_size, length = self.limits.vocab_size, submission.max_tokens
         if not submission.is_stepwise:
@@ -156,8 +169,8 @@ class CoreDriver:
     def settle(self) -> None:
         """Tells the core what is forced behind the ids that it was waiting with."""
         unforced, self._unforced = self._unforced, []
-        for key, token_id in unforced:
-            self.take(self.core.force(key, self.forced(token_id), self.now_ns), forced=True)
+        for key, token_ids in unforced:
+            self.take(self.core.force(key, token_ids, self.now_ns), forced=True)
             self.core.check_books()
 
     def finish(self, key: RequestKey) -> None:
@@ -245,7 +258,7 @@ class CoreDriver:
             seen.ids += updates.token_ids[at : at + count]
             assert seen.ids == self.expected(key)[: len(seen.ids)]
             if seen.submission.is_stepwise and not forced:
-                self._unforced.append((key, seen.ids[-1]))
+                self._unforced.append((key, self.forced(seen.ids[-1])))
             at += count
         assert at == len(updates.token_ids) == len(updates.places)
         for finished in updates.finished:

@@ -131,7 +131,6 @@ class Request:
         "counts_prompt",
         "digests",
         "ended",
-        "first_length",
         "first_token_ns",
         "is_masked",
         "is_scored",
@@ -186,8 +185,6 @@ class Request:
         self.min_tokens = submission.min_tokens
         self.max_tokens = submission.max_tokens
         self.output: list[int] = list(output)
-        self.first_length = len(output) + 1
-        """Of the output, once it has the first id that is drawn here."""
         self.num_tokens = len(submission.prompt_ids) + len(output)
         self.last_computed = len(submission.prompt_ids) + submission.max_tokens - 1
         """Tokens that are ever computed: the very last id that max_tokens allows needs no KV."""
@@ -202,7 +199,7 @@ class Request:
         self.is_scored = False
         self.is_masked = submission.is_masked
         self.is_stepwise = submission.is_stepwise
-        self.awaits_forced = False
+        self.awaits_forced = submission.is_stepwise and bool(output)
         """An id was applied, and what follows it was not told yet."""
         self.unsent_forced: list[int] = []
         """Ids of the output that the executor, which has the request, does not know yet."""

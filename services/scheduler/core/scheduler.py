@@ -480,7 +480,7 @@ class Scheduler:
                         request.account.served += OUTPUT_WEIGHT
                         length = len(output)
                         request.awaits_forced = request.is_stepwise
-                        if length == request.first_length:
+                        if request.first_token_ns == 0:
                             self._note_first(request, now_ns, updates)
                         if token_id in request.stop_ids and length > request.min_tokens:
                             self._finish(request, FinishReason.STOP, token_id, now_ns, updates)
