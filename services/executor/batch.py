@@ -78,7 +78,7 @@ class _Columns:
     scored: Int64s
     """1 + alternatives where the logprobs of prompt ids are wanted, else 0"""
     drawn: Int64s
-    """1: the last id was sampled here, so a device that samples has it"""
+    """1 + the place of the id that was sampled here last, which a device that samples has; 0: none was"""
 
     @classmethod
     def empty(cls, slots: int) -> _Columns:
@@ -143,13 +143,14 @@ class PersistentBatch:
     def sample_rows(self, inputs: StepInputs) -> SampleRows:
         """What the sampler sees of the rows that sample, in order."""
         slots = inputs.slots[inputs.sampling_rows]
-        return self._sampling.rows(slots, self._columns.prompt, self._columns.tokens, self._ids)
+        columns = self._columns
+        return self._sampling.rows(slots, columns.prompt, columns.tokens, self._ids, columns.drawn)
 
     def append(self, slots: Int64s, token_ids: Int64s) -> None:
         """Appends one sampled id to each of `slots`."""
         self._ids[slots, self._columns.tokens[slots]] = token_ids
         self._columns.tokens[slots] += 1
-        self._columns.drawn[slots] = 1
+        self._columns.drawn[slots] = self._columns.tokens[slots]
 
     def expect(self, slots: Int64s) -> Int64s:
         """Appends to each of `slots` an id that only the device knows yet; returns where they stand, for `settle`."""
@@ -169,14 +170,12 @@ class PersistentBatch:
         self._columns.failed[slots[self._columns.tokens[slots] > 0]] = 1
 
     def drawn_slots(self, inputs: StepInputs) -> Int64s:
-        """[tokens] the slot of each token that is its row's last id and was sampled here, -1 for all others.
+        """[tokens] the slot of each token that is the id sampled there last, -1 for all others.
 
         To be asked between `begin` and what the step appends.
         """
-        counts = np.diff(inputs.query_starts)
-        slots = np.repeat(inputs.slots, counts)
-        newest = inputs.positions == self._columns.tokens[slots] - 1
-        return np.where(newest & (self._columns.drawn[slots] == 1), slots, -1)
+        slots = np.repeat(inputs.slots, np.diff(inputs.query_starts))
+        return np.where(inputs.positions == self._columns.drawn[slots] - 1, slots, -1)
 
     def fail(self, slots: Int64s) -> None:
         """Marks `slots`, whose rows of this step give no id. May be told of one twice.

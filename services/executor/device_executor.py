@@ -269,18 +269,21 @@ class DeviceExecutor(Executor):
         else:
             logits = runner.run(inputs, batch.tables, drawn_slots)
         computed = device.record()
+        slots = all_slots = index(inputs.slots, device)
         masked = masked_rows(inputs, masks, begun)
         if inputs.sampling_rows.size:
             step.slots = inputs.slots[inputs.sampling_rows]
-            slots = index(step.slots, device)
+            if len(step.slots) < len(inputs.slots):
+                slots = index(step.slots, device)
             newest = runner.newest_ids.index_select(0, slots)
             drawn = sampler.draw(logits, batch.sample_rows(inputs), masked, newest)
-            failed = drawn.failed | runner.failed.index_select(0, slots)
+            before = runner.failed.index_select(0, slots)
+            failed = torch.where(before != 0, before, drawn.failed)
             runner.failed.index_copy_(0, slots, failed)
             runner.newest_ids.index_copy_(0, slots, torch.where(failed != 0, 0, drawn.token_ids))
             step.places = batch.expect(step.slots)
             step.take(drawn, device)
-        step.take_failed(runner.failed.index_select(0, index(inputs.slots, device)), device)
+        step.take_failed(runner.failed.index_select(0, all_slots), device)
         return step.ends(computed, device.record())
 
 

@@ -23,6 +23,9 @@ from services.executor.sampler import Masks
 from services.executor.sampling_columns import Entries, SampleRows
 from services.executor.sampling_params import GREEDY_BELOW
 
+BAD_LOGITS, NO_ID_LEFT = 1, 2
+"""Why a row has failed: its logits are NaN or +inf, or bans leave no id."""
+
 
 @dataclass(frozen=True, eq=False)
 class Drawn:
@@ -31,7 +34,7 @@ class Drawn:
     token_ids: torch.Tensor
     """[rows] int64; 0 where it failed"""
     failed: torch.Tensor
-    """[rows] int32 1: no id could be drawn"""
+    """[rows] int32 BAD_LOGITS or NO_ID_LEFT; 0: it has not"""
     scored: Int64s
     """[n] rows that logprobs are told of, rising"""
     tops: Int64s
@@ -70,15 +73,13 @@ class DeviceSampler:
     ) -> Drawn:
         """Logits [rows, vocab_size or more] in the sampler's dtype are read, never written.
 
-        newest_ids [rows] int64: the id that was sampled last, -1 where none was, in place of the last one in history.
+        newest_ids [rows] int64: the id that a row has sampled last, for its place in the history; any where none was.
         """
         if logits.ndim != 2 or len(logits) != len(rows) or logits.shape[1] < self._vocab_size:
             raise ValueError(f"logits are {tuple(logits.shape)}, wanted ({len(rows)}, {self._vocab_size} or more)")
-        scores, bad = self._adjust(logits, rows, newest_ids)
-        token_ids, failed = self._launch(scores, rows, masks)
-        if bad is not None:
-            failed |= bad
-            token_ids *= 1 - failed
+        token_ids, failed = self._launch(self._adjust(logits, rows, newest_ids), rows, masks)
+        if len(touched := _touched(rows, masks)):
+            token_ids, failed = self._told_apart(logits, touched, token_ids, failed)
         scored = np.flatnonzero(rows.columns["logprobs"] >= 0)
         tops = rows.columns["logprobs"][scored].clip(max=self._vocab_size)
         return Drawn(token_ids, failed, scored, tops, self._logprobs(logits, token_ids, scored, tops))
@@ -118,14 +119,11 @@ class DeviceSampler:
         kernel(count)
         return token_ids, failed
 
-    def _adjust(
-        self, logits: torch.Tensor, rows: SampleRows, newest_ids: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The scores to draw by, and which rows' own logits are NaN or +inf where bans may have hidden it."""
-        if not any(map(len, (rows.allowed.rows, rows.banned.rows, rows.biased.rows, rows.history.rows))):
-            return logits, None
+    def _adjust(self, logits: torch.Tensor, rows: SampleRows, newest_ids: torch.Tensor | None) -> torch.Tensor:
+        """The scores to draw by."""
+        if not len(_touched(rows, None)):
+            return logits
         scores = logits[:, : self._vocab_size].to(torch.float32, copy=True)
-        bad = (~torch.isfinite(scores.amax(dim=1))).int()
         flat = scores.view(-1)
         if len(rows.allowed.rows):
             places = self._places(rows.allowed)
@@ -140,7 +138,18 @@ class DeviceSampler:
             flat.index_copy_(0, places, (flat.index_select(0, places).double() + bias).float())
         if len(rows.history.rows):
             self._penalize(flat, rows, newest_ids)
-        return scores, bad
+        return scores
+
+    def _told_apart(
+        self, logits: torch.Tensor, touched: Int64s, token_ids: torch.Tensor, failed: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of `touched` rows, whose scores are not the model's own: NaN and +inf that a ban has hidden are found, and
+        what fails though its logits are good has no id left."""
+        rows = index(touched, self._device)
+        good = torch.isfinite(logits[:, : self._vocab_size].index_select(0, rows).amax(dim=1))
+        why = torch.where(good, NO_ID_LEFT * failed.index_select(0, rows), BAD_LOGITS).to(failed.dtype)
+        failed = failed.index_copy(0, rows, why)
+        return torch.where(failed != 0, 0, token_ids), failed
 
     def _places(self, entries: Entries) -> torch.Tensor:
         return index(entries.rows * self._vocab_size + entries.ids, self._device)
@@ -150,11 +159,9 @@ class DeviceSampler:
         history, columns = rows.history, rows.columns[rows.history.rows]
         which = index(history.rows, self._device)
         ids = index(history.ids, self._device)
-        if newest_ids is not None:
-            # A row's ids stand in order, so its newest is the last one before the next row begins.
-            last = self._device.upload(np.diff(history.rows, append=-1) != 0)
-            newest = newest_ids.index_select(0, which)
-            ids = torch.where(last & (newest >= 0), newest, ids)
+        if newest_ids is not None and len(history.newest):
+            rows_of = index(history.rows[history.newest], self._device)
+            ids.index_copy_(0, index(history.newest, self._device), newest_ids.index_select(0, rows_of))
         places = which * self._vocab_size + ids
         counts = torch.zeros_like(flat, dtype=torch.int32)
         counts.scatter_add_(0, places, self._device.upload(history.in_output.astype(np.int32)))
@@ -176,3 +183,11 @@ class DeviceSampler:
         which = index(scored, self._device)
         own = logits[:, : self._vocab_size].index_select(0, which).float()
         return FoundLogprobs.of(own, token_ids.index_select(0, which), int(tops.max(initial=0)))
+
+
+def _touched(rows: SampleRows, masks: Masks | None) -> Int64s:
+    """Rows whose scores are not the model's own logits, rising."""
+    parts = [rows.allowed.rows, rows.banned.rows, rows.biased.rows, rows.history.rows]
+    if masks is not None:
+        parts.append(masks.rows)
+    return np.unique(np.concatenate(parts)) if any(map(len, parts)) else np.zeros(0, np.int64)

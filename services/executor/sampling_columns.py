@@ -47,10 +47,12 @@ class History:
     rows: Int64s
     ids: Int64s
     in_output: npt.NDArray[np.bool_]
+    newest: Int64s
+    """numbers of those that are the id which the row has sampled last: a device knows it before the host does"""
 
 
 _NO_ENTRIES = Entries(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float64))
-_NO_HISTORY = History(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.bool_))
+_NO_HISTORY = History(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.bool_), np.zeros(0, np.int64))
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,8 +114,11 @@ class SamplingColumns:
         """No request is left."""
         self._allowed, self._banned, self._stops, self._biased = _Lists(), _Lists(), _Lists(), _Lists()
 
-    def rows(self, slots: Int64s, prompts: Int64s, tokens: Int64s, ids: npt.NDArray[np.uint32]) -> SampleRows:
-        """Of the requests in `slots` [rows], whose prompts and all tokens are counted by slot; `ids` [slots, any]."""
+    def rows(
+        self, slots: Int64s, prompts: Int64s, tokens: Int64s, ids: npt.NDArray[np.uint32], drawn: Int64s
+    ) -> SampleRows:
+        """Of the requests in `slots` [rows], whose prompts and all tokens are counted by slot; `ids` [slots, any];
+        `drawn` by slot: 1 + the place of the id that was sampled last, 0 where none was."""
         columns, prompts, tokens = self._columns[slots], prompts[slots], tokens[slots]
         positions = tokens - prompts
         self._place[slots] = np.arange(len(slots))
@@ -123,14 +128,19 @@ class SamplingColumns:
             allowed=self._allowed.of(self._place),
             banned=_joined(self._stops.early(self._place, positions, columns), self._banned.of(self._place)),
             biased=self._biased.of(self._place),
-            history=_history(columns, slots, prompts, tokens, ids),
+            history=_history(columns, slots, prompts, tokens, ids, drawn),
         )
         self._place[slots] = -1
         return rows
 
 
 def _history(
-    columns: npt.NDArray[np.void], slots: Int64s, prompts: Int64s, tokens: Int64s, ids: npt.NDArray[np.uint32]
+    columns: npt.NDArray[np.void],
+    slots: Int64s,
+    prompts: Int64s,
+    tokens: Int64s,
+    ids: npt.NDArray[np.uint32],
+    drawn: Int64s,
 ) -> History:
     """Prompt and output where repetition is penalized, the output alone where only the other two are."""
     repetition = columns["repetition_penalty"] != 1.0
@@ -141,7 +151,8 @@ def _history(
     counts = tokens[rows] - begin
     which = np.repeat(rows, counts)
     places = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts - begin, counts)
-    return History(which, ids[slots[which], places].astype(np.int64), places >= prompts[which])
+    newest = np.flatnonzero(places == drawn[slots[which]] - 1)
+    return History(which, ids[slots[which], places].astype(np.int64), places >= prompts[which], newest)
 
 
 def _joined(one: Entries, other: Entries) -> Entries:

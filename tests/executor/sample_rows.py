@@ -49,7 +49,9 @@ def gathered(rows: Sequence[SampleRow], vocab_size: int) -> SampleRows:
         ids[slot, : len(whole)] = whole
     prompts = np.array([len(one.prompt_ids) for one in rows], np.int64)
     tokens = prompts + np.array([one.position for one in rows], np.int64)
-    return columns.rows(np.arange(len(rows)), prompts, tokens, ids)
+    # As if each had sampled the last of its output.
+    drawn = np.where(tokens > prompts, tokens, 0)
+    return columns.rows(np.arange(len(rows)), prompts, tokens, ids, drawn)
 
 
 def masks(rows: Sequence[SampleRow], vocab_size: int) -> Masks | None:
@@ -82,7 +84,12 @@ def repeated(one: SampleRow, vocab_size: int, times: int) -> tuple[SampleRows, M
         allowed=_entries(single.allowed, times),
         banned=_entries(single.banned, times),
         biased=_entries(single.biased, times),
-        history=History(_rows(history.ids, times), np.tile(history.ids, times), np.tile(history.in_output, times)),
+        history=History(
+            _rows(history.ids, times),
+            np.tile(history.ids, times),
+            np.tile(history.in_output, times),
+            np.zeros(0, np.int64),
+        ),
     ), mask and Masks(np.arange(times), np.repeat(mask.words, times, axis=0))
 
 

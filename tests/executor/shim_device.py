@@ -60,6 +60,8 @@ class ShimEvent:
     at_s: float = field(default_factory=time.perf_counter)
 
     def wait(self) -> None:
+        if self.device.hang is not None:
+            self.device.hang.wait(20)
         self.device.fill(self.number)
         self.device.waits += 1
         if self.device.failure is not None:
@@ -100,6 +102,9 @@ class ShimDevice:
         self.waits = 0
         self.replays = 0
         self.failure: RuntimeError | None = None
+        """What waiting for an event raises."""
+        self.hang: threading.Event | None = None
+        """Nothing is done before this is set."""
         self._downloads: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._filled = 0
         self._filling = threading.Lock()

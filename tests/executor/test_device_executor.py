@@ -3,8 +3,11 @@ card's."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,10 @@ from triptych.executor.v1 import executor_pb2 as pb
 from triptych.inference.v1 import generation_pb2
 
 from services.common.errors import StartError
+from services.executor import steps
 from services.executor.executor import Executor
+from services.executor.graphs import ladder
+from services.executor.masks import StepMasks, allowing
 from services.executor.plan import Plan, Settings, Started
 from services.executor.sampling_params import SamplingParams
 from tests.executor.mini_scheduler import MiniScheduler, Request, RunStream, column, read, serve
@@ -274,6 +280,56 @@ def test_rows_that_do_not_sample_share_a_graph_with_those_that_do(model: Path) -
     assert third.token_ids.tolist() == expected[0][:1] and executor.graphs.replayed == {2: 1, 1: 1}
 
 
+def test_the_ladder_of_graphs() -> None:
+    assert ladder(1) == (1,) and ladder(3) == (1, 2, 3) and ladder(8) == (1, 2, 4, 8)
+    assert ladder(20) == (1, 2, 4, 8, 16, 20)
+    assert ladder(64) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
+
+
+def test_steps_larger_than_the_largest_graph_and_steps_of_prompts_run_eagerly(model: Path) -> None:
+    executor = ready(model, ShimDevice(), graph_sizes=(2,))
+    asked = prompts(5, 6, 7)
+    executor.execute(plan(1, [0, 1, 2], [5, 6, 7], *(started(i, ids) for i, ids in enumerate(asked))))
+    ran = [executor.execute(plan(2, [0, 1, 2], [1, 1, 1])).in_graph, executor.execute(plan(3, [2], [1])).in_graph]
+    assert ran == [False, True] and (executor.graphs.eager, executor.graphs.replayed) == (2, {2: 1})
+
+
+def test_copied_blocks_are_read_by_the_step_that_copies_them(model: Path) -> None:
+    executor = ready(model, ShimDevice())
+    (prompt,) = prompts(20)
+    (expected,) = reference_ids(model, [prompt], 2, ignore_eos=True)
+    executor.execute(plan(1, [0], [20], started(0, prompt)))
+    other = replace(started(1, prompt), computed_tokens=19, block_ids=np.array([1, 7]))
+    copying = replace(plan(2, [0, 1], [1, 1], other), copies=np.array([[2, 7]]))
+    assert executor.execute(copying).token_ids.tolist() == [expected[1], expected[0]]
+    assert executor.execute(plan(3, [1], [1])).token_ids.tolist() == [expected[1]]
+
+
+def test_a_mask_is_waited_for_once_the_forward_pass_is_on_its_way(model: Path) -> None:
+    device = ShimDevice()
+    executor = ready(model, device)
+    asked = prompts(5, 6)
+    step = replace(
+        plan(1, [0, 1], [5, 6], *(started(i, ids) for i, ids in enumerate(asked))), masked_slots=np.array([1])
+    )
+    masks = StepMasks(1)
+    masks.expect([1], deadline_s=20.0)
+    device.kernels.launched.clear()
+    launched: list[str] = []
+
+    def put() -> None:
+        launched.extend(device.kernels.launched)
+        masks.put(1, allowing(np.array([7, 9]), 512))
+
+    timer = threading.Timer(0.5, put)
+    timer.start()
+    outcome = executor.execute(step, masks)
+    timer.join()
+    logits = float64_logits(model, asked[1])
+    assert outcome.token_ids.tolist()[1] == max((7, 9), key=lambda token_id: logits[token_id])
+    assert launched.count("attn_reference") == 2 and "sampling" not in launched
+
+
 def test_a_row_whose_logits_are_nan_fails_alone_and_so_does_the_step_launched_behind_it(model: Path) -> None:
     device = ShimDevice()
     executor = ready(model, device)
@@ -371,6 +427,33 @@ async def test_a_device_that_is_lost_for_good_is_a_fatal_fault_and_the_process_i
         executor = rig.servicer._executor
         assert executor.lost.done() and executor.lost.result().startswith("cuda:0: CUDA error")
         device.failure = None  # so that the rig can end
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_device_that_hangs_ends_the_process_at_the_steps_deadline(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launch returns at once; it is the wait for the result that has the deadline."""
+    ended, go_on = threading.Event(), threading.Event()
+
+    def end_process() -> None:
+        ended.set()
+        raise SystemExit  # the watchdog's thread alone, here
+
+    monkeypatch.setattr(steps, "_end_process", end_process)
+    device = ShimDevice()
+    make = functools.partial(device_executor, device=device)
+    async with serve(model, num_blocks=12, max_step_tokens=32, context_tokens=64, make=make) as rig:
+        run = await RunStream.open(rig)
+        request = pb.NewRequest(
+            slot=0, token_ids=column(3, 4), prompt_tokens=2, block_ids=[column(1)], sampling=generation_pb2.Sampling()
+        )
+        device.hang = go_on
+        await run.send(started=[request], slots=column(0), token_counts=column(2), deadline_ms=300)
+        assert await asyncio.to_thread(ended.wait, 20)
+        go_on.set()
+        await run.result()
+        await run.close()
 
 
 async def test_an_error_that_the_device_survives_ends_the_epoch_alone(model: Path) -> None:

@@ -139,16 +139,17 @@ def test_nothing_at_all_is_left_to_draw_from() -> None:
 
 
 def test_an_id_that_the_host_does_not_know_yet_counts_in_the_penalties() -> None:
-    """The host has 0 where the newest id stands; the device knows better, but for a row that has drawn none."""
+    """The host has 0 where the newest id stands; the device knows better, but for a row that has drawn none: whatever
+    is told of that one is not read."""
     params = [replace(one, temperature=0.0) for one in ADJUSTED[4:]]
     params.append(SamplingParams(temperature=0.0, presence_penalty=9.0))
     known = [row(one, [5, 200], [9, 17, 23]) for one in params]
-    known.append(row(params[0], [5, 200, 0]))
+    known.append(row(params[0], [5, 200, 23]))
     hidden = [row(one, [5, 200], [9, 17, 0]) for one in params]
     hidden.append(known[-1])
     made = logits(len(known))
     made[:, 23] = 50.0  # so that it matters
-    newest = torch.tensor([23] * len(params) + [-1])
+    newest = torch.tensor([23] * len(params) + [9])
     expected = Sampler(VOCAB).sample(made, gathered(known, VOCAB))
     np.testing.assert_array_equal(draw(made, hidden, newest).token_ids, expected.token_ids)
 
