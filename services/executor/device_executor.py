@@ -336,11 +336,9 @@ class _Step:
         if self._last is None or self._computed is None:
             raise RuntimeError("a step that was not queued whole")
         self.executor.wait_for(self._last)
-        failed = np.zeros(len(self.inputs.slots), np.bool_)
-        if self._row_failed is not None:
-            failed = as_array(self._row_failed) != 0
-        self.failed_slots = self.inputs.slots[failed]
-        sampled = self._sampled(failed[self.inputs.sampling_rows])
+        why = np.zeros(len(self.inputs.slots), np.int32) if self._row_failed is None else as_array(self._row_failed)
+        self.failed_slots = self.inputs.slots[why != 0]
+        sampled = self._sampled(why[self.inputs.sampling_rows])
         found = outcome(self.number, self.inputs, sampled, self.scores.told(frozenset(self.failed_slots.tolist())))
         return replace(
             found,
@@ -354,9 +352,11 @@ class _Step:
         self.is_done = True
         return found
 
-    def _sampled(self, failed: npt.NDArray[np.bool_]) -> Sampled | None:
+    def _sampled(self, why: npt.NDArray[np.int32]) -> Sampled | None:
+        """`why` the rows that sample have failed, 0 where they have not."""
         if self._drawn is None or self._token_ids is None:
             return None
+        failed = why != 0
         self.drawn_ids = np.where(failed, 0, as_array(self._token_ids))
         logprobs = Logprobs.none() if self._logprobs is None else self._logprobs.told(self._drawn.tops)
         good = ~failed[self._drawn.scored]

@@ -89,7 +89,7 @@ class PendingScores:
 def score(
     spans: Sequence[ScoredSpan], hidden: torch.Tensor, head: Head, vocab_size: int, failed: torch.Tensor, device: Device
 ) -> PendingScores:
-    """As scorer.score; slots whose logits are NaN or +inf anywhere are marked in `failed` [slots] int32."""
+    """As scorer.score; slots whose logits are NaN or +inf anywhere are counted in `failed` [slots] int32."""
     wanted = np.concatenate([span.token_ids for span in spans])
     tops = np.concatenate([np.full(len(span.token_ids), span.top) for span in spans]).clip(max=vocab_size)
     slots = np.concatenate([np.full(len(span.token_ids), span.slot) for span in spans])

@@ -23,8 +23,8 @@ from services.executor.sampler import Masks
 from services.executor.sampling_columns import Entries, SampleRows
 from services.executor.sampling_params import GREEDY_BELOW
 
-BAD_LOGITS, NO_ID_LEFT = 1, 2
-"""Why a row has failed: its logits are NaN or +inf, or bans leave no id."""
+BAD_LOGITS, NO_ID_LEFT = 1, -1
+"""Why a row has failed: its logits are NaN or +inf (of prompt ids too: then 1 or more), or bans leave no id."""
 
 
 @dataclass(frozen=True, eq=False)
