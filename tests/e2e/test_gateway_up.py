@@ -1,4 +1,4 @@
-"""`triptych up --gateway`: the embedded model over HTTP, with the `openai` package as client, and nothing left behind."""
+"""`triptych up --gateway`: the embedded model over HTTP, with the `openai` package; nothing is left behind."""
 
 from __future__ import annotations
 
