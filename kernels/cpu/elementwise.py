@@ -5,24 +5,15 @@ A row's result depends on that row alone. NaN and infinity are kept.
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 from numba import njit, prange
 
+from kernels.cpu.compiled import INNER, LOG2_E, OPTIONS, exp2
+
 _F32 = np.float32
 _PARALLEL_FROM = 16_384
 """Elements from which waking the other threads costs less than it saves."""
-_NAN_SAFE = {"reassoc", "contract", "arcp", "afn", "nsz"}
-_OPTIONS: dict[str, Any] = {"fastmath": _NAN_SAFE, "error_model": "numpy", "nogil": True, "cache": True}
-_INNER = _OPTIONS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-
-_LOG2_E = _F32(1 / math.log(2))
-# Taylor coefficients of 2^f, |f| <= 1/2: ln(2)^k / k!. The first one left out adds less than 1.3e-7.
-_E1, _E2, _E3, _E4, _E5, _E6 = (_F32(math.log(2) ** k / math.factorial(k)) for k in range(1, 7))
-
 Float32s = npt.NDArray[np.float32]
 
 
@@ -42,8 +33,8 @@ def silu_multiply(gate_up: Float32s, out: Float32s) -> None:
     _silu_multiply(gate_up, out)
 
 
-@njit(**_INNER)
-def _rms_norm_row(x, added, gain, epsilon, out):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+@njit(**INNER)
+def rms_norm_row(x, added, gain, epsilon, out):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     for i in range(added.shape[0]):
         x[i] += added[i]
     total = _F32(0)
@@ -54,43 +45,36 @@ def _rms_norm_row(x, added, gain, epsilon, out):  # type: ignore[no-untyped-def]
         out[i] = x[i] * factor * gain[i]
 
 
-@njit(parallel=True, **_OPTIONS)
+@njit(parallel=True, **OPTIONS)
 def _rms_norm(x, added, gain, epsilon, out):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     some = added.shape[0] > 0
     if x.size < _PARALLEL_FROM:
         for r in range(x.shape[0]):
-            _rms_norm_row(x[r], added[r] if some else x[r, :0], gain, epsilon, out[r])
+            rms_norm_row(x[r], added[r] if some else x[r, :0], gain, epsilon, out[r])
     else:
         for r in prange(x.shape[0]):
-            _rms_norm_row(x[r], added[r] if some else x[r, :0], gain, epsilon, out[r])
+            rms_norm_row(x[r], added[r] if some else x[r, :0], gain, epsilon, out[r])
 
 
-@njit(**_INNER)
-def _silu_multiply_row(gate, up, out):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """silu(g) = g / (1 + e^-g), with e^-g = 2^n * 2^f, n written into the exponent bits.
+@njit(**INNER)
+def silu_multiply_row(gate, up, out):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """silu(g) = g / (1 + e^-g).
 
     Outside of 2^-126..2^126 the power stands still, where silu is g or, in effect, 0. NaN goes through the product.
     """
-    power_bits = np.empty(out.shape[0], np.int32)
-    powers = power_bits.view(np.float32)
     for i in range(out.shape[0]):
-        t = -gate[i] * _LOG2_E
+        t = -gate[i] * LOG2_E
         t = t if t < _F32(126) else _F32(126)
         t = t if t > _F32(-126) else _F32(-126)
-        n = np.floor(t + _F32(0.5))
-        f = t - n
-        power_bits[i] = (np.int32(n) + np.int32(127)) << np.int32(23)
-        out[i] = _F32(1) + f * (_E1 + f * (_E2 + f * (_E3 + f * (_E4 + f * (_E5 + f * _E6)))))
-    for i in range(out.shape[0]):
-        out[i] = gate[i] / (_F32(1) + out[i] * powers[i]) * up[i]
+        out[i] = gate[i] / (_F32(1) + exp2(t)) * up[i]
 
 
-@njit(parallel=True, **_OPTIONS)
+@njit(parallel=True, **OPTIONS)
 def _silu_multiply(gate_up, out):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     width = out.shape[1]
     if out.size < _PARALLEL_FROM:
         for r in range(out.shape[0]):
-            _silu_multiply_row(gate_up[r, :width], gate_up[r, width:], out[r])
+            silu_multiply_row(gate_up[r, :width], gate_up[r, width:], out[r])
     else:
         for r in prange(out.shape[0]):
-            _silu_multiply_row(gate_up[r, :width], gate_up[r, width:], out[r])
+            silu_multiply_row(gate_up[r, :width], gate_up[r, width:], out[r])

@@ -22,21 +22,22 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit, prange
 
+from kernels.cpu.compiled import INNER, OPTIONS
+
 _F32 = np.float32
 _PARALLEL_FROM = 48
 """Tokens from which waking the other threads costs less than it saves."""
 _PIECES = 16
 """Pieces of work, several a thread."""
-_NAN_SAFE = {"reassoc", "contract", "arcp", "afn", "nsz"}
-_OPTIONS: dict[str, Any] = {"fastmath": _NAN_SAFE, "error_model": "numpy", "nogil": True, "cache": True}
-_INNER = _OPTIONS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-
 Float32s = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, eq=False)
 class LayerCache:
-    """Keys and values of one layer, laid out as above; scales of no blocks where there are none."""
+    """Keys and values of one layer, laid out as above; scales of no blocks where there are none.
+
+    Of all layers: the same with one dimension more, the first.
+    """
 
     keys: npt.NDArray[Any]
     values: npt.NDArray[Any]
@@ -58,7 +59,7 @@ class Rows:
     """[rows] a row's tokens, the new ones included"""
 
 
-@njit(**_INNER)
+@njit(**INNER)
 def _store(x, block, first, step):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """block[first], block[first + step], ... = x [head_dim] float32, as the block stores it; returns the scale."""
     if block.itemsize == 4:
@@ -86,7 +87,7 @@ def _store(x, block, first, step):  # type: ignore[no-untyped-def]  # pragma: no
     return scale
 
 
-@njit(**_INNER)
+@njit(**INNER)
 def _place(x, gain, epsilon, cos, sin, out):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """out [head_dim] = x, normed where there is a gain, its first numbers rotated by as many angles as there are.
 
@@ -111,33 +112,46 @@ def _place(x, gain, epsilon, cos, sin, out):  # type: ignore[no-untyped-def]  # 
         out[i + half] = b * cos[i + half] + a * sin[i + half]
 
 
-@njit(**_INNER)
+@njit(**INNER)
+def write_head(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    token, kv_head, block, offset, projected, cos, sin, q_gain, k_gain, epsilon, q, keys, values, key_scales,
+    value_scales, key,
+):  # fmt: skip
+    """One kv head of a token, which lies at `offset` of `block`, and the query heads that share it; `key`: scratch."""
+    heads, kv_heads, head_dim, block_tokens = q.shape[1], keys.shape[1], keys.shape[2], keys.shape[3]
+    group = heads // kv_heads
+    for h in range(kv_head * group, (kv_head + 1) * group):
+        _place(projected[token, h], q_gain, epsilon, cos, sin, q[token, h])
+    _place(projected[token, heads + kv_head], k_gain, epsilon, cos, sin, key)
+    scale = _store(key, keys[block, kv_head].reshape(-1), offset, block_tokens)
+    value = projected[token, heads + kv_heads + kv_head]
+    value_scale = _store(value, values[block, kv_head].reshape(-1), offset * head_dim, 1)
+    if key_scales.shape[0]:
+        key_scales[block, kv_head, offset], value_scales[block, kv_head, offset] = scale, value_scale
+
+
+@njit(**INNER)
 def _write_part(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     first, last, projected, cos, sin, q_gain, k_gain, epsilon, q, keys, values, key_scales, value_scales,
     tables, slots, query_starts, contexts,
 ):  # fmt: skip
     """Tokens first..last-1 of the flat batch."""
-    heads, kv_heads, head_dim, block_tokens = q.shape[1], keys.shape[1], keys.shape[2], keys.shape[3]
-    scaled = key_scales.shape[0] > 0
-    key = np.empty(head_dim, np.float32)
+    block_tokens = keys.shape[3]
+    key = np.empty(keys.shape[2], np.float32)
     for row in range(slots.shape[0]):
         begin, end = query_starts[row], query_starts[row + 1]
         for i in range(max(first, begin), min(last, end)):
             position = contexts[row] - end + i
             block, offset = tables[slots[row], position // block_tokens], position % block_tokens
             angle = i if cos.shape[1] else 0
-            for h in range(heads):
-                _place(projected[i, h], q_gain, epsilon, cos[angle], sin[angle], q[i, h])
-            for h in range(kv_heads):
-                _place(projected[i, heads + h], k_gain, epsilon, cos[angle], sin[angle], key)
-                scale = _store(key, keys[block, h].reshape(-1), offset, block_tokens)
-                value = projected[i, heads + kv_heads + h]
-                value_scale = _store(value, values[block, h].reshape(-1), offset * head_dim, 1)
-                if scaled:
-                    key_scales[block, h, offset], value_scales[block, h, offset] = scale, value_scale
+            for h in range(keys.shape[1]):
+                write_head(
+                    i, h, block, offset, projected, cos[angle], sin[angle], q_gain, k_gain, epsilon, q, keys, values,
+                    key_scales, value_scales, key,
+                )  # fmt: skip
 
 
-@njit(parallel=True, **_OPTIONS)
+@njit(parallel=True, **OPTIONS)
 def _write(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     projected, cos, sin, q_gain, k_gain, epsilon, q, keys, values, key_scales, value_scales,
     tables, slots, query_starts, contexts,

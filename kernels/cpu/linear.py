@@ -24,11 +24,12 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit, prange
 
-from kernels.cpu import pages, tile
+from kernels.cpu import pages, phases, tile
+from kernels.cpu.compiled import IN_ORDER, INNER_IN_ORDER
 
-_SLICE = 320
+SLICE = 320
 """The most depth of a slice: a panel's, widened, is 20 KiB, and with 6 rows' inputs it stays in a 32 KiB L1."""
-_ROW_BLOCK = 96
+ROW_BLOCK = 96
 """The most rows of a block: a slice of them is 120 KiB, a part of the second level."""
 _SHARES = 8
 """Pieces of work a thread, so that a thread that is held up by a neighbour leaves its rest to the others."""
@@ -36,12 +37,8 @@ _SHARES = 8
 _AHEAD_BYTES = 3072
 """How far before its use a weight is asked of memory where a panel is read once."""
 
-_ALONE_BELOW = 400_000
+ALONE_BELOW = 400_000
 """Multiply-adds below which waking other threads takes longer than they save, some 15 us."""
-
-_OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True, "cache": True}
-_INNER = _OPTIONS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-"""Of functions that compiled code alone calls."""
 
 Float32s = npt.NDArray[np.float32]
 
@@ -107,13 +104,13 @@ def multiply(x: Float32s, weights: Packed, bias: Float32s | None, out: Float32s,
     if bias is not None:
         out[:] = bias
     if rows and weights.depth:
-        alone = x.size * weights.outputs < _ALONE_BELOW
+        alone = x.size * weights.outputs < ALONE_BELOW
         _multiply(x, weights.panels, out, bias is not None, 1 if alone else threads)
     elif bias is None:
         out[:] = 0
 
 
-@njit(**_INNER)
+@njit(**INNER_IN_ORDER)
 def _widen(panel, begin, count, out):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """out [slice, 16] float32 = panel [depth, 16] of bfloat16 from `begin`, `count` deep."""
     source, target = panel[begin : begin + count].reshape(-1), out[:count].reshape(-1).view(np.uint32)
@@ -121,13 +118,13 @@ def _widen(panel, begin, count, out):  # type: ignore[no-untyped-def]  # pragma:
         target[i] = np.uint32(source[i]) << np.uint32(16)
 
 
-@njit(**_INNER)
-def _multiply_piece(x, panels, out, resume, first_row, rows, first_panel, last_panel, widened, tail):  # type: ignore[no-untyped-def]  # pragma: no cover
+@njit(**INNER_IN_ORDER)
+def multiply_piece(x, panels, out, resume, first_row, rows, first_panel, last_panel, widened, tail):  # type: ignore[no-untyped-def]  # pragma: no cover
     """Rows first_row.. of out, the outputs of panels first_panel..last_panel-1."""
     depth, outputs = panels.shape[1], out.shape[1]
     bfloat16 = panels.itemsize == 2
     tiles = (rows + 5) // 6
-    slices = 1 if tiles == 1 else (depth + _SLICE - 1) // _SLICE
+    slices = 1 if tiles == 1 else (depth + SLICE - 1) // SLICE
     for s in range(slices):
         begin = depth * s // slices
         count = depth * (s + 1) // slices - begin
@@ -161,30 +158,30 @@ def _multiply_piece(x, panels, out, resume, first_row, rows, first_panel, last_p
                         out[first_row + r, p * 16 + i] = tail[r, i]
 
 
-@njit(**_INNER)
+@njit(**INNER_IN_ORDER)
 def _multiply_pieces(x, panels, out, resume, blocks, runs, taken):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     rows = x.shape[0]
-    widened = np.empty((_SLICE, 16), np.float32)
-    tail = np.empty((_ROW_BLOCK, 16), np.float32)
+    widened = np.empty((SLICE, 16), np.float32)
+    tail = np.empty((ROW_BLOCK, 16), np.float32)
     while True:
-        piece = tile.fetch_add(taken.ctypes.data, 1)
+        piece = phases.fetch_add(taken.ctypes.data, 1)
         if piece >= blocks * runs:
             break
         block, run = piece // runs, piece % runs
         first_row = rows * block // blocks
         count = rows * (block + 1) // blocks - first_row
         first, last = panels.shape[0] * run // runs, panels.shape[0] * (run + 1) // runs
-        _multiply_piece(x, panels, out, resume, first_row, count, first, last, widened, tail)
+        multiply_piece(x, panels, out, resume, first_row, count, first, last, widened, tail)
 
 
-@njit(parallel=True, **_OPTIONS)
+@njit(parallel=True, **IN_ORDER)
 def _multiply(x, panels, out, resume, threads):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """Threads take pieces (a block of rows by a run of panels) off a common counter until none is left.
 
     One thread is the calling one.
     """
     rows = x.shape[0]
-    blocks = (rows + _ROW_BLOCK - 1) // _ROW_BLOCK
+    blocks = (rows + ROW_BLOCK - 1) // ROW_BLOCK
     runs = 1 if threads == 1 else min(panels.shape[0], max(1, threads * _SHARES // blocks))
     taken = np.zeros(1, np.int64)
     if threads == 1:

@@ -18,28 +18,18 @@ holds NaN is seen to fail.
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 from numba import get_num_threads, njit, prange, set_num_threads
 
 from kernels.cpu import tile
+from kernels.cpu.compiled import INNER, LOG2_E, OPTIONS, exp2
 from kernels.cpu.kv_cache import LayerCache, Rows
 
 _F32 = np.float32
 _KEY_TILE = 64
 _QUERIES_AN_ITEM = 96
 """Query heads * tokens an item aims at: their queries, scores and sums stay in the second level of cache."""
-_NAN_SAFE = {"reassoc", "contract", "arcp", "afn", "nsz"}
-_OPTIONS: dict[str, Any] = {"fastmath": _NAN_SAFE, "error_model": "numpy", "nogil": True, "cache": True}
-_INNER = _OPTIONS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-
-_LOG2_E = _F32(1 / math.log(2))
-# Taylor coefficients of 2^f, |f| <= 1/2: ln(2)^k / k!. The first one left out adds less than 1.3e-7.
-_E1, _E2, _E3, _E4, _E5, _E6 = (_F32(math.log(2) ** k / math.factorial(k)) for k in range(1, 7))
-
 Int64s = npt.NDArray[np.int64]
 Float32s = npt.NDArray[np.float32]
 
@@ -68,7 +58,7 @@ def work_items(query_starts: Int64s, contexts: Int64s, heads: int, kv_heads: int
     return np.concatenate([items[i::threads] for i in range(threads)])
 
 
-@njit(**_INNER)
+@njit(**INNER)
 def _gather_keys(keys, kv_head, table, begin, first, last, panel):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """panel [head_dim, 16] = keys of tokens begin..begin+15, where a block is no multiple of a panel.
 
@@ -82,7 +72,7 @@ def _gather_keys(keys, kv_head, table, begin, first, last, panel):  # type: igno
             panel[d, t] = block[d, token % block_tokens]
 
 
-@njit(**_INNER)
+@njit(**INNER)
 def _scores(q, rows, keys, values, kv_head, table, begin, first, count, panel, scores):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """scores[:rows, :count] = q [rows, head_dim] @ keys of tokens begin..begin+count-1, by whole panels.
 
@@ -106,7 +96,7 @@ def _scores(q, rows, keys, values, kv_head, table, begin, first, count, panel, s
             tile.multiply(keys, height, x, head_dim, w, stride, head_dim, y, _KEY_TILE, 0, ahead, step)
 
 
-@njit(**_INNER)
+@njit(**INNER)
 def _multiply_by_scales(numbers, rows, scales, kv_head, table, begin, first, count):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """numbers[:rows, t] *= the scale of token begin + t, for t from `first` to count - 1."""
     block_tokens = scales.shape[2]
@@ -116,7 +106,7 @@ def _multiply_by_scales(numbers, rows, scales, kv_head, table, begin, first, cou
             numbers[r, t] *= scale
 
 
-@njit(**_INNER)
+@njit(**INNER)
 def _row_max(row, count):  # type: ignore[no-untyped-def]
     """The largest of row[:count], NaN left out. Four chains, since a NaN-safe maximum is not vectorized."""
     m0 = m1 = m2 = m3 = _F32(-np.inf)
@@ -131,38 +121,29 @@ def _row_max(row, count):  # type: ignore[no-untyped-def]
     return max(max(m0, m1), max(m2, m3))
 
 
-@njit(**_INNER)
-def _exp2_row(row, count, shift, power_bits, powers):  # type: ignore[no-untyped-def]
-    """row[:count] = 2^(row - shift), row[count:] = 0; returns the sum. `powers` is `power_bits` seen as float32.
-
-    2^x = 2^n * 2^f with n = round(x), written into the exponent bits. Below 2^-126 it is 2^-126, in effect 0.
-    """
-    for i in range(count):
-        x = row[i] - shift
-        x = _F32(-126) if x < _F32(-126) else x
-        n = np.floor(x + _F32(0.5))
-        f = x - n
-        power_bits[i] = (np.int32(n if n > _F32(-126) else _F32(-126)) + np.int32(127)) << np.int32(23)
-        row[i] = _F32(1) + f * (_E1 + f * (_E2 + f * (_E3 + f * (_E4 + f * (_E5 + f * _E6)))))
+@njit(**INNER)
+def _exp2_row(row, count, shift):  # type: ignore[no-untyped-def]
+    """row[:count] = 2^(row - shift), row[count:] = 0; returns the sum. Below 2^-126 it is 2^-126, in effect 0."""
     total = _F32(0)
     for i in range(count):
-        row[i] *= powers[i]
+        x = row[i] - shift
+        row[i] = exp2(_F32(-126) if x < _F32(-126) else x)
         total += row[i]
     for i in range(count, row.shape[0]):
         row[i] = _F32(0)
     return total
 
 
-@njit(**_INNER)
+@njit(**INNER)
 def _cap_scores(scores, rows, count, cap):  # type: ignore[no-untyped-def]
     """scores[:rows, :count] = cap * log2(e) * tanh(scores): soft caps (Gemma Team 2024, "Gemma 2", section 2)."""
     for r in range(rows):
         for t in range(count):
-            scores[r, t] = cap * _LOG2_E * np.tanh(scores[r, t])
+            scores[r, t] = cap * LOG2_E * np.tanh(scores[r, t])
 
 
-@njit(**_INNER)
-def _softmax_tile(scores, out, maxima, sums, begin, count, first_position, window, group, power_bits, powers):  # type: ignore[no-untyped-def]
+@njit(**INNER)
+def _softmax_tile(scores, out, maxima, sums, begin, count, first_position, window, group):  # type: ignore[no-untyped-def]
     """Turns a tile of scores into weights relative to each query's running maximum, rescaling what came before.
 
     Query r stands at position first_position + r // group and sees the `window` tokens up to it:
@@ -186,10 +167,10 @@ def _softmax_tile(scores, out, maxima, sums, begin, count, first_position, windo
             sums[r] *= keep
             for d in range(out.shape[1]):
                 out[r, d] *= keep
-        sums[r] += _exp2_row(seen, visible - hidden, top, power_bits, powers)
+        sums[r] += _exp2_row(seen, visible - hidden, top)
 
 
-@njit(**_INNER)
+@njit(**INNER)
 def _pad_values(block, offset, tokens, padded):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """padded[:tokens] = the block's values from `offset` on, where a head is no multiple of 16; the rest stays 0."""
     for t in range(tokens):
@@ -197,7 +178,7 @@ def _pad_values(block, offset, tokens, padded):  # type: ignore[no-untyped-def] 
             padded[t, d] = block[offset + t, d]
 
 
-@njit(**_INNER)
+@njit(**INNER)
 def _add_values(weights, rows, keys, values, kv_head, table, begin, first, count, end, padded, out):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """out += weights[:rows, first:count] @ values of tokens begin+first..begin+count-1, block by block.
 
@@ -228,26 +209,34 @@ def _add_values(weights, rows, keys, values, kv_head, table, begin, first, count
         t += tokens
 
 
-@njit(**_INNER)
-def _attend_item(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+@njit(**INNER)
+def item_space(rows, keys, values):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """What `attend_item` computes in: `rows` is the most of an item, its queries * the heads that share a kv head."""
+    head_dim = keys.shape[2]
+    width = (head_dim + tile.OUTPUTS - 1) // tile.OUTPUTS * tile.OUTPUTS
+    return (
+        np.empty((rows, head_dim), np.float32),
+        np.empty((rows, width), np.float32),
+        np.empty((rows, _KEY_TILE), np.float32),
+        np.empty((head_dim, tile.OUTPUTS), keys.dtype),
+        np.zeros((_KEY_TILE if width != head_dim else 0, width), values.dtype),
+        np.empty(rows, np.float32),
+        np.empty(rows, np.float32),
+    )
+
+
+@njit(**INNER)
+def attend_item(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     q, keys, values, key_scales, value_scales, table, first_query, queries, first_position, kv_head, scale, window,
-    cap, out,
+    cap, space, out,
 ):  # fmt: skip
     """Attention of `queries` tokens, the first at row `first_query` of q and at `first_position`, for one kv head."""
     heads, head_dim = q.shape[1], q.shape[2]
     group = heads // keys.shape[1]
     rows = queries * group
-    width = (head_dim + tile.OUTPUTS - 1) // tile.OUTPUTS * tile.OUTPUTS
-    local_q = np.empty((rows, head_dim), np.float32)
-    local_out = np.zeros((rows, width), np.float32)
-    scores = np.empty((rows, _KEY_TILE), np.float32)
-    panel = np.empty((head_dim, tile.OUTPUTS), keys.dtype)
-    padded = np.zeros((_KEY_TILE if width != head_dim else 0, width), values.dtype)
-    maxima = np.full(rows, -np.inf, np.float32)
-    sums = np.zeros(rows, np.float32)
-    power_bits = np.empty(_KEY_TILE, np.int32)
-    powers = power_bits.view(np.float32)
-    factor = scale / cap if cap > _F32(0) else scale * _LOG2_E
+    local_q, local_out, scores, panel, padded, maxima, sums = space
+    local_out[:rows], maxima[:rows], sums[:rows] = _F32(0), _F32(-np.inf), _F32(0)
+    factor = scale / cap if cap > _F32(0) else scale * LOG2_E
     for r in range(rows):
         source = q[first_query + r // group, kv_head * group + r % group]
         for d in range(head_dim):
@@ -264,7 +253,7 @@ def _attend_item(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
             _multiply_by_scales(scores, rows, key_scales, kv_head, table, begin, unseen, count)
         if cap > _F32(0):
             _cap_scores(scores, rows, count, cap)
-        _softmax_tile(scores, local_out, maxima, sums, begin, count, first_position, window, group, power_bits, powers)
+        _softmax_tile(scores, local_out, maxima[:rows], sums, begin, count, first_position, window, group)
         if value_scales.shape[0]:
             _multiply_by_scales(scores, rows, value_scales, kv_head, table, begin, unseen, count)
         _add_values(scores, rows, keys, values, kv_head, table, begin, unseen, count, end, padded, local_out)
@@ -274,16 +263,17 @@ def _attend_item(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
             target[d] = local_out[r, d] / sums[r]
 
 
-@njit(parallel=True, **_OPTIONS)
+@njit(parallel=True, **OPTIONS)
 def _attend(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     q, keys, values, key_scales, value_scales, tables, slots, query_starts, contexts, items, scale, window, cap, out
 ):  # fmt: skip
     for i in prange(items.shape[0]):
         row, kv_head, first, queries = items[i, 0], items[i, 1], items[i, 2], items[i, 3]
         computed = contexts[row] - (query_starts[row + 1] - query_starts[row])
-        _attend_item(
+        space = item_space(queries * (q.shape[1] // keys.shape[1]), keys, values)
+        attend_item(
             q, keys, values, key_scales, value_scales, tables[slots[row]], query_starts[row] + first, queries,
-            computed + first, kv_head, scale, window, cap, out,
+            computed + first, kv_head, scale, window, cap, space, out,
         )  # fmt: skip
 
 

@@ -175,14 +175,3 @@ def _declared(module: Any, name: str, kind: Any) -> Any:
 
 def _i64(value: int) -> Any:
     return ir.Constant(_I64, value)
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def fetch_add(context: Any, address: Any, amount: Any) -> Any:
-    """For compiled code: adds to the int64 at `address` and returns what it was, at once for all threads."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        at = builder.inttoptr(values[0], ir.PointerType(_I64))
-        return builder.atomic_rmw("add", at, values[1], "monotonic")
-
-    return types.int64(types.int64, types.int64), generate

@@ -53,7 +53,7 @@ class FusedMlp(torch.nn.Module):
         self.gate_up = gate_up
         self.down_proj = down
         self.act = act
-        self._is_silu = type(act).__name__ in ("SiLUActivation", "SiLU")
+        self.is_silu = type(act).__name__ in ("SiLUActivation", "SiLU")
         self._scratch = scratch
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -69,7 +69,7 @@ class FusedMlp(torch.nn.Module):
         gate_up = self._scratch.take("gate_up", len(x), 2 * width)
         inner = self._scratch.take("inner", len(x), width)
         self.gate_up.compute(x, gate_up.array)
-        if self._is_silu:
+        if self.is_silu:
             elementwise.silu_multiply(gate_up.array, inner.array)
         else:
             torch.mul(self.act(gate_up.tensor[:, :width]), gate_up.tensor[:, width:], out=inner.tensor)
@@ -108,9 +108,9 @@ class FusedAttention(torch.nn.Module):
         q_norm, k_norm = norms or (None, None)
         self.q_norm: FusedNorm | None = q_norm
         self.k_norm: FusedNorm | None = k_norm
-        self._heads = heads
-        self._layer = layer
-        self._scores = scores
+        self.heads = heads
+        self.layer = layer
+        self.scores = scores
         self._scratch = scratch
 
     def forward(
@@ -130,15 +130,15 @@ class FusedAttention(torch.nn.Module):
 
     def compute(self, x: Float32s, angles: Angles, step: AttentionStep, out: Float32s) -> None:
         """x [tokens, width], out [tokens, outputs]."""
-        heads = self._heads
+        heads = self.heads
         projected = self._scratch.take("projected", len(x), self.qkv_proj.weights.outputs)
         attended = self._scratch.take("attended", len(x), heads.queries * heads.dim)
         self.qkv_proj.compute(x, projected.array)
         step.attend(
-            self._layer,
+            self.layer,
             projected.tensor.view(len(x), heads.queries + 2 * heads.kv, heads.dim),
             self._rotary(angles),
-            self._scores,
+            self.scores,
             attended.tensor.view(len(x), heads.queries, heads.dim),
         )
         self.o_proj.compute(attended.array, out)
@@ -183,7 +183,7 @@ class FusedLayer(torch.nn.Module):
         held = [norm for norm in vars(norms).values() if norm is not None]
         for name, norm in zip(_NORMS[len(held)], held, strict=True):
             self.add_module(name, norm)
-        self._norms = norms
+        self.norms = norms
         self._scratch = scratch
 
     def forward(
@@ -199,16 +199,16 @@ class FusedLayer(torch.nn.Module):
         x = stream.numpy()
         normed = self._scratch.take("normed", len(x), self.width)
         part = self._scratch.take("part", len(x), self.width)
-        self._norms.before_attention.compute(x, normed.array)
+        self.norms.before_attention.compute(x, normed.array)
         self.self_attn.compute(normed.array, position_embeddings, attention_step, part.array)
-        if self._norms.after_attention is not None:
-            self._norms.after_attention.compute(part.array, part.array)
-        self._norms.before_mlp.compute(x, normed.array, added=part.array)
+        if self.norms.after_attention is not None:
+            self.norms.after_attention.compute(part.array, part.array)
+        self.norms.before_mlp.compute(x, normed.array, added=part.array)
         if isinstance(self.mlp, FusedMlp):
             self.mlp.compute(normed.array, part.array)
         else:
             part.tensor.copy_(self.mlp(normed.tensor[None])[0])
-        if self._norms.after_mlp is not None:
-            self._norms.after_mlp.compute(part.array, part.array)
+        if self.norms.after_mlp is not None:
+            self.norms.after_mlp.compute(part.array, part.array)
         stream.add_(part.tensor)
         return hidden_states

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kernels.cpu import linear, pages, tile
+from services.executor import stack
 from services.executor.attention.contract import Scores
 from services.executor.attention.reference import ReferenceStep
 from services.executor.fused import FusedAttention, FusedLayer, FusedMlp, FusedNorm, Heads, Norms
@@ -28,6 +29,8 @@ _HEAD_NORMS = {"q_norm", "k_norm"}
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _NORMS_AFTER = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
 """Of layers that norm what their parts give, too; there post_attention_layernorm is that of the first part."""
+_PLAIN = (bool, int, float, str, Scores, Heads)
+_NUMBERS = ("layer_idx", "layer")
 _PROBE_TOKENS = 3
 _TOLERANCE = 1e-4
 """Of a probe, relative to its largest value: far above rounding, far below what another formula gives."""
@@ -43,7 +46,17 @@ def install(model: torch.nn.Module) -> dict[str, int]:
     for candidates in (_norms_and_mlps, _attentions, _layers):
         for name in _replace(model, candidates, scratch):
             counts[name] = counts.get(name, 0) + 1
+    _stack(model, scratch)
     return counts
+
+
+def _stack(model: torch.nn.Module, scratch: Scratch) -> None:
+    """Makes one module of each list of layers that are alike."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, torch.nn.ModuleList):
+            layers = [layer for layer in module if isinstance(layer, FusedLayer)]
+            if layers and len(layers) == len(module) and stack.fits(layers):
+                model.set_submodule(name, torch.nn.ModuleList([stack.FusedStack(layers, scratch)]))
 
 
 def _replace(model: torch.nn.Module, candidates: Candidates, scratch: Scratch) -> Iterator[str]:
@@ -55,8 +68,9 @@ def _replace(model: torch.nn.Module, candidates: Candidates, scratch: Scratch) -
         if any(name.startswith(f"{parent}.") for parent in replaced):
             continue
         module = model.get_submodule(name)
+        theirs = _kind(module)
         for place, candidate in enumerate(candidates(module, scratch)):
-            kind = (place, _kind(module))
+            kind = (place, theirs, _kind(candidate))
             if kind not in verdicts:
                 verdicts[kind] = _agree(module, candidate)
             if verdicts[kind]:
@@ -137,18 +151,22 @@ def _joined(layers: Sequence[torch.nn.Module]) -> PackedLinear | None:
 
 
 def _kind(module: torch.nn.Module) -> Hashable:
-    """Class, plain settings and shapes of a module and of those in it."""
+    """Class, plain settings and shapes of a module and of those in it; not which of a model's layers it is.
+
+    What an attention does otherwise for its number shows in the scores it asks for, which its replacement holds.
+    """
+    return tuple((name, type(part), _settings(part), _shapes(part)) for name, part in module.named_modules())
+
+
+def _settings(module: torch.nn.Module) -> Hashable:
     return tuple(
-        (
-            name,
-            type(part),
-            tuple(
-                sorted((key, value) for key, value in vars(part).items() if isinstance(value, bool | int | float | str))
-            ),
-            tuple((key, tensor.shape, tensor.dtype) for key, tensor in part.state_dict(keep_vars=True).items()),
-        )
-        for name, part in module.named_modules()
+        sorted((key, value) for key, value in vars(module).items() if isinstance(value, _PLAIN) and key not in _NUMBERS)
     )
+
+
+def _shapes(module: torch.nn.Module) -> Hashable:
+    held = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    return tuple((name, tensor.shape, tensor.dtype) for name, tensor in held)
 
 
 @torch.inference_mode()

@@ -112,6 +112,7 @@ class FrontendConfig(ServiceConfig):
             content_parts=self.max_content_parts,
             tools=self.max_tools,
             tool_schema_bytes=self.max_tool_schema_bytes,
+            rendered_bytes=self.max_rendered_bytes,
             choices=self.max_choices,
             logprobs=self.max_logprobs,
             scored_tokens=self.max_scored_tokens,

@@ -126,6 +126,7 @@ class Limits:
     content_parts: int
     tools: int
     tool_schema_bytes: int
+    rendered_bytes: int
     choices: int
     logprobs: int
     scored_tokens: int
@@ -151,6 +152,7 @@ class Limits:
             "max_content_parts": self.content_parts,
             "max_tools": self.tools,
             "max_tool_schema_bytes": self.tool_schema_bytes,
+            "max_rendered_bytes": self.rendered_bytes,
             "max_choices": min(self.choices, engine.max_choices),
             "max_logprobs": min(self.logprobs, engine.max_logprobs),
             "max_scored_tokens": self.scored_tokens,

@@ -42,10 +42,9 @@ class ServedModel:
     """Text goes in and comes out through this; nothing in it changes after start."""
 
     name: str
-    path: Path
-    """The checkpoint's folder."""
     aliases: tuple[str, ...]
     revision: str
+    folder: Path
     tokenizer: TextTokenizer
     tokenizer_hash: str
     chat: chat.ChatEncoder
@@ -155,9 +154,9 @@ def load(
     template = "\n".join(encoder.sources.values())
     return ServedModel(
         name=name,
-        path=path,
         aliases=tuple(alias for alias in dict.fromkeys(aliases) if alias != name),
         revision=checkpoint.revision(path),
+        folder=path,
         tokenizer=tokenizer.load(definition, path),
         tokenizer_hash=checkpoint.tokenizer_hash(path),
         chat=encoder,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 from llguidance import LLMatcher
 
 from services.common import checkpoint
@@ -22,6 +23,9 @@ from services.scheduler.core.request import RequestKey
 
 KEPT_GRAMMARS = 64
 """A matcher at its start each, with what was found out about its language on the way."""
+
+MAX_WAITING = 1024
+"""Requests that wait for it: the core, whose queue has a limit of its own, does not know them yet."""
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +71,10 @@ class GrammarCompiling:
         if (known := self._kept.get(digest)) is not None:
             self._kept.move_to_end(digest)
             proceed(known.deep_copy())
+            return
+        if len(self._waiting) >= MAX_WAITING:
+            message = f"{len(self._waiting)} requests wait for their grammars to be compiled; try again later"
+            proceed(RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", message))
             return
         self._waiting[key] = asyncio.create_task(self._compile(key, grammar, digest, proceed))
 

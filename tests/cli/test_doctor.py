@@ -109,12 +109,10 @@ def test_kv_gets_half_of_what_the_weights_leave_by_default(tiny: Path, capsys: p
     assert pool["context_tokens"] == 1024
 
 
-def test_of_ranks_each_has_half_of_all_but_the_embedding_and_norms(
-    tiny: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_of_ranks_each_has_half_of_all_but_the_norms(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, report = _examine(capsys, tiny, "--tp", "2")
     memory, ranks = report["sections"]["Model"]["memory"], report["sections"]["Model"]["ranks"]
-    whole = 512 * 64 + 5 * 64
+    whole = 5 * 64
     of_rank = 4 * (whole + (_elements(tiny / "model.safetensors") - whole) // 2)
     assert memory["rank_weight_bytes"] == [of_rank, of_rank] and memory["weight_bytes"] == 2 * of_rank
     assert memory["kv_bytes_per_token"] == 2 * 2 * 1 * 16 * 4  # 1 of 2 kv heads

@@ -15,9 +15,10 @@ import openai
 import pytest
 import pytest_asyncio
 from smg_grpc_proto.generated import common_pb2
+from triptych.engine.v1 import engine_pb2
 from triptych.inference.v1 import inference_pb2
 
-from loadtest.stub_engine import StubEngine
+from loadtest.stub_engine import Faults, StubEngine
 from services.frontend.config import FrontendConfig
 from services.frontend.server import Frontend
 from tests.frontend.harness import VOCAB_SIZE, Served, attached, serving, text_checkpoint, user
@@ -82,6 +83,7 @@ async def stack(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncI
     log = tmp_path_factory.mktemp("smg") / "smg.log"
     # SMG forwards a trace context where it traces; nobody takes its own spans here.
     smg = ["--tool-call-parser", "qwen", "--enable-trace", "--otlp-traces-endpoint", "127.0.0.1:9"]
+    smg += ["--disable-retries", "--disable-circuit-breaker"]
     async with serving(model, engine, vllm_adapter=True) as served:
         frontend = f"127.0.0.1:{served.frontend.server.port}"
         async with gateway(frontend, log, *smg) as found:
@@ -183,6 +185,28 @@ async def test_a_refusal_of_our_door_is_an_http_status_with_our_words(stack: Sta
     with pytest.raises(openai.BadRequestError):
         await stack.complete(prompt="1" * 2000, stream=stream)
     assert len(stack.engine.submits) == asked
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, 429),
+        (grpc.StatusCode.UNAVAILABLE, 503),
+        (grpc.StatusCode.INTERNAL, 500),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_refusal_of_the_engine_is_an_http_status(
+    stack: Stack, code: grpc.StatusCode, status: int, stream: bool
+) -> None:
+    failed = engine_pb2.Failed(code=code.value[0], reason="QUEUE_FULL", message="the engine's own words")
+    stack.engine.faults = Faults(failed=failed)
+    try:
+        with pytest.raises(openai.APIStatusError) as caught:
+            await stack.chat(stream=stream)
+    finally:
+        stack.engine.faults = Faults()
+    assert caught.value.status_code == status and "the engine's own words" in str(caught.value)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,10 +1,11 @@
-"""`triptych up --gateway`: the embedded model over HTTP, with the `openai` package; nothing is left behind."""
+"""`triptych up --gateway`: the embedded model over HTTP, with the `openai` package as client."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 from asyncio.subprocess import PIPE
@@ -20,6 +21,8 @@ from tests.frontend.harness import user
 from tests.support.calls import chat, greedy
 
 PATIENCE_S = 200
+GATEWAY_PAGE = Path(__file__).parents[2] / "docs" / "gateway.md"
+ADDRESS = "http://127.0.0.1:8000"
 QUESTION = "What is the capital of France?"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -41,12 +44,23 @@ async def test_the_embedded_model_is_served_over_http_and_all_ends_together(embe
         told = json.loads(line)
         children = psutil.Process(up.pid).children(recursive=True)
         assert told["model"] == model and told["http"].startswith("http://127.0.0.1:") and len(children) == 4
+        assert "sky" in await _run_the_documents_program(told["http"])
         await _ask(AsyncOpenAI(base_url=f"{told['http']}/v1", api_key="none", max_retries=0), told["address"], model)
     finally:
         if up.returncode is None:
             up.send_signal(signal.SIGINT)
     assert await asyncio.wait_for(up.wait(), PATIENCE_S) == 0
     assert not psutil.wait_procs(children, timeout=5)[1]
+
+
+async def _run_the_documents_program(url: str) -> str:
+    (program,) = re.findall(r"^```python\n(.*?)^```", GATEWAY_PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert ADDRESS in program
+    command = [sys.executable, "-c", program.replace(ADDRESS, url)]
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE)
+    out, _ = await asyncio.wait_for(process.communicate(), PATIENCE_S)
+    assert process.returncode == 0
+    return out.decode()
 
 
 async def _ask(http: AsyncOpenAI, address: str, model: str) -> None:

@@ -1,4 +1,4 @@
-"""Grammars through three real processes: the embedded model writes JSON by 210 schemas, a tiny one is preempted."""
+"""Grammars with real models: the embedded one writes JSON by 210 schemas, a tiny one is preempted and says the same."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from typing import Any
 
 import grpc
 import jsonschema
+import psutil
 import pytest
 from triptych.inference.v1 import generation_pb2, inference_pb2, inference_pb2_grpc
 
-from tests.support.calls import by_ids, generate
+from services.frontend import tokenizer
+from tests.executor.mini_scheduler import serve
+from tests.support.attached import Frontend, Port, Told, scheduler_for, until_idle
+from tests.support.calls import by_text, generate
 from tests.support.cluster import Cluster, running
 
 Grammar = generation_pb2.Grammar
@@ -61,6 +65,8 @@ async def test_the_embedded_model_completes_nine_schemas_of_ten_and_what_it_comp
 
         entries = SCHEMAS["compile"]
         told = await asyncio.gather(*(answer(entry, number) for number, entry in enumerate(entries)))
+    scheduler = psutil.Process(embedded_cluster.processes["scheduler"].pid)
+    assert scheduler.memory_info().rss < 250 << 20
     unfinished = []
     for entry, choice in zip(entries, told, strict=True):
         if choice.finish.reason != generation_pb2.FINISH_REASON_STOP:
@@ -86,43 +92,56 @@ async def test_schemas_that_cannot_be_compiled_are_refused_at_the_door(embedded_
             assert "options.grammar.json_schema: " in (caught.value.details() or ""), entry["name"]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_a_stop_string_ends_an_answer_inside_its_grammar(embedded_cluster: Cluster) -> None:
+    options = Options(
+        sampling=GREEDY,
+        max_tokens=60,
+        stop=["three"],
+        grammar=Grammar(lark='start: "one, " "two, " "three, " /[a-z ]{9}/'),
+    )
+    async with grpc.aio.insecure_channel(embedded_cluster.address) as channel:
+        answer = await generate(channel, by_text("Count.", options))
+    assert answer.text == "one, two, " and answer.finishes[0].stop_string == "three"
+
+
+PATTERN = "(item [a-z]{3,9} costs [0-9]{2}; ){4}"
+
+
 @pytest.mark.parametrize("forced", [False, True])
-async def test_a_pool_that_preempts_changes_no_id_under_a_grammar(tiny: Path, tmp_path: Path, forced: bool) -> None:
-    """Real logits, two steps in flight, n > 1; neighbours without a grammar beside them."""
-    pattern = "(item [a-z]{3,9} costs [0-9]{2}; ){5}"
-    drawn = []
-    for blocks in (400, 34):
-        folder = tmp_path / str(blocks)
-        folder.mkdir()
-        flags = ["--num-kv-blocks", str(blocks), "--block-size", "8", "--max-model-len", "256"]
-        with running(tiny, folder, scheduler=flags) as cluster:
-            async with grpc.aio.insecure_channel(cluster.address) as channel:
-                calls = []
-                for seed in range(6):
-                    options = Options(
-                        sampling=generation_pb2.Sampling(temperature=1.2),
-                        seed=seed,
-                        n=2,
-                        max_tokens=200,
-                        grammar=Grammar(regex=pattern, forced_tokens=forced) if seed % 3 else None,
-                        ignore_eos=not seed % 3,
-                    )
-                    calls.append(generate(channel, by_ids([5 + seed, 6, 7], options)))
-                drawn.append(await asyncio.gather(*calls))
-    for seed, (whole, preempted) in enumerate(zip(*drawn, strict=True)):
-        assert ids_of(whole) == ids_of(preempted)
-        for choice in (0, 1):
-            if seed % 3:
-                assert re.fullmatch(pattern, text_of(whole, choice))
-
-
-def ids_of(messages: Any) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    for message in messages:
-        for choice in message.choices:
-            found.setdefault(choice.index, []).extend(choice.token_ids)
-    return found
-
-
-def text_of(messages: Any, index: int) -> str:
-    return "".join(choice.text for message in messages for choice in message.choices if choice.index == index)
+async def test_a_pool_that_preempts_changes_no_id_under_a_grammar(tiny: Path, forced: bool) -> None:
+    """Real logits at random, two steps in flight, two choices each; neighbours without a grammar beside them."""
+    read = tokenizer.load(tokenizer.load_definition(tiny), tiny)
+    drawn, preemptions = [], []
+    for blocks in (200, 24):
+        async with (
+            serve(tiny, block_tokens=8) as rig,
+            scheduler_for(
+                Port(rig.port), tiny, max_model_len=160, block_size=8, num_kv_blocks=blocks, max_num_seqs=8
+            ) as server,
+            Frontend(server) as frontend,
+        ):
+            await frontend.greeted()
+            for seed in range(6):
+                grammar = Grammar(regex=PATTERN, forced_tokens=forced) if seed % 3 else None
+                await frontend.submit(
+                    [5 + seed, 6, 7],
+                    seed=seed,
+                    request_id=10 * seed + 1,
+                    num_choices=2,
+                    max_tokens=150 if grammar else 60,
+                    sampling=generation_pb2.Sampling(temperature=1.2, top_p=1, repetition_penalty=1),
+                    grammar=grammar,
+                )
+            told = [frontend.told.setdefault(10 * seed + 1 + i, Told()) for seed in range(6) for i in range(2)]
+            await asyncio.wait_for(asyncio.gather(*(one.done.wait() for one in told)), 100)
+            await until_idle(server)
+            preemptions.append(server.engine.core.counters.preemptions)
+            drawn.append([one.ids for one in told])
+            for number, one in enumerate(told):
+                assert one.failed is None
+                if (number // 2) % 3:
+                    assert re.fullmatch(PATTERN, read.decode(one.ids, skip_special_tokens=True))
+    assert drawn[0] == drawn[1]
+    assert preemptions[0] == 0 < preemptions[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,33 @@ def test_tied_embeddings_are_divided_as_one(tmp_path: Path) -> None:
     assert held.parts["model.embed_tokens.weight"] == held.parts["lm_head.weight"] == Part(0, 256, 500, 500)
     model = loader.load(path, torch.float32, lambda progress: None, shard=Shard(1, 2, PLENTY)).model
     assert model.lm_head.weights is model.model.embed_tokens.weights
+
+
+@pytest.mark.parametrize(
+    ("tied", "whole"),
+    [
+        (True, "model.embed_tokens (as the output layer)"),
+        (False, "model.embed_tokens (the vocabulary is not divided)"),
+    ],
+)
+def test_a_vocabulary_of_less_than_a_panel_a_rank_is_whole_on_each(tmp_path: Path, tied: bool, whole: str) -> None:
+    path = tiny_llama(tmp_path, tie_word_embeddings=tied)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"vocab_size": 16}))
+    held = divided(path, 1, 2)
+    assert held.embedding == "" and held.gathered is None
+    assert held.whole == (whole,) and not {"model.embed_tokens.weight", "lm_head.weight"} & held.parts.keys()
+
+
+def test_of_ids_that_another_rank_has_a_rank_makes_zeros_and_of_none_an_error(tmp_path: Path) -> None:
+    path = tiny_llama(tmp_path, vocab_size=500)
+    stored = load_file(path / "model.safetensors")["model.embed_tokens.weight"]
+    model = loader.load(path, torch.float32, lambda progress: None, shard=Shard(1, 2, PLENTY)).model
+    embedded = model.model.embed_tokens(torch.tensor([[0, 255, 256, 499]]))
+    assert not embedded[0, :2].any() and torch.equal(embedded[0, 2:], stored[[256, 499]])
+    for bad in (-1, 500):
+        with pytest.raises(IndexError, match="there are 500"):
+            model.model.embed_tokens(torch.tensor([[256, bad]]))
 
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -151,10 +151,9 @@ def test_one_with_another_model_is_refused_and_the_right_one_comes_after(tiny: P
     try:
         assert wrong.process.wait(START_S) == 1
         assert "triptych: error: rank 0 refuses this rank: rank 1 has a config.json that hashes to" in wrong.log()
-        right = Rank(tiny, 1, address, tmp_path)
+        right = Rank(tiny, 1, address, tmp_path, "--drain-s", "0.5")
         right.said("rank 1 of 2 has joined rank 0")
         # Signalled alone, it is given its time to drain, and is gone: rank 0 ends with it.
-        right.process.send_signal(signal.SIGTERM)
         right.process.send_signal(signal.SIGTERM)
         assert right.process.wait(30) == 0
         assert zero.process.wait(30) == 1

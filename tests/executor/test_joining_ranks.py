@@ -219,9 +219,17 @@ def test_a_rank_that_leaves_before_all_are_here_may_come_again(tiny: Path) -> No
     assert [rank.ended() for rank in ranks] == [None, None]
 
 
-@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\0", b"\0\0\0\x03\x08[]", b"\0\0\0\x03\x16{}"])
+STRANGE = {
+    "a request of HTTP": b"GET / HTTP/1.1\r\n\r\n",
+    "an empty message": b"\0\0\0\0",
+    "another kind than JOIN": b"\0\0\0\x03\x08[]",
+    "a JOIN without its fields": b"\0\0\0\x03\x16{}",
+    "a JOIN of a rank that is no number": b'\0\0\0\x3d\x16{"rank": "one", "size": 2, "version": "", "config_hash": ""}',
+}
+
+
+@pytest.mark.parametrize("said", STRANGE.values(), ids=STRANGE)
 def test_who_is_no_rank_is_turned_away_and_nobody_waits_for_it(tiny: Path, said: bytes) -> None:
-    """A request of HTTP, an empty message, another kind than JOIN, and a JOIN without its fields."""
     with waiting(tiny) as peers:
         with closing(socket.create_connection(meeting.split(address(peers)))) as stranger:
             stranger.sendall(said)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from services.common.errors import StartError
 from services.executor import weight_files
-from services.executor.weight_files import Hashing, WeightFiles
+from services.executor.weight_files import Hashing, WeightFiles, _Stored
 from tests.support.checkpoints import tiny_llama
 
 
@@ -83,6 +83,28 @@ def test_what_is_read_takes_memory_until_it_is_released(tmp_path: Path) -> None:
     assert resident_file_bytes() - before > size * 0.9
     files.release(["big"])
     assert resident_file_bytes() - before < size * 0.1
+
+
+def test_of_a_part_the_bytes_are_asked_for_that_it_is_made_of() -> None:
+    """A row of 8,192 float32 is 32 KiB: worth a run of its own; one of 64 lies in the page of its neighbours."""
+    wide, narrow = _Stored("F32", (4, 8192), 100, 100 + 4 * 32768), _Stored("F32", (4, 64), 0, 1024)
+    assert list(wide.runs(0, None)) == [(100, 100 + 4 * 32768)]
+    assert list(wide.runs(0, [(1, 3)])) == [(100 + 32768, 100 + 3 * 32768)]
+    halves = [(100 + row * 32768 + 16384, 100 + (row + 1) * 32768) for row in range(4)]
+    assert list(wide.runs(1, [(4096, 8192)])) == halves
+    assert list(narrow.runs(1, [(32, 64)])) == [(0, 1024)]
+    stacked = _Stored("BF16", (2, 8, 1024), 0, 2 * 8 * 2048)
+    assert list(stacked.runs(1, [(0, 2), (4, 6)])) == [(0, 4096), (8192, 12288), (16384, 20480), (24576, 28672)]
+    assert list(_Stored("F32", (0, 8), 5, 5).runs(0, None)) == []
+
+
+def test_parts_of_a_tensor_are_those_of_the_whole(tmp_path: Path) -> None:
+    tensor = torch.arange(2 * 8 * 4096, dtype=torch.float32).view(2, 8, 4096)
+    save_file({"t": tensor}, tmp_path / "model.safetensors")
+    files = WeightFiles(tmp_path)
+    assert torch.equal(files.read("t", 1, [(2, 4)]), tensor[:, 2:4])
+    assert torch.equal(files.read("t", 1, [(0, 2), (4, 6)]), tensor[:, [0, 1, 4, 5]])
+    assert torch.equal(files.read("t", 2, [(1000, 3000)]), tensor[:, :, 1000:3000])
 
 
 def test_a_tensor_that_the_index_places_where_it_is_not_is_named(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,26 @@ LOSS = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
 def checks(place: Place) -> Iterator[Check]:
     """A random Llama of four layers in each type, and a real checkpoint where one is given."""
     if place.dry:
-        yield Check("random Llama of 4 layers, float16, an executor on the shim", lambda: _on_the_shim(place))
+        name = "random Llama of 4 layers, float16, an executor on the shim"
+        yield Check(name, lambda: _where_installed(lambda: _on_the_shim(place)))
     for dtype in ("float32",) if place.dry else ("float32", "float16", "bfloat16"):
-        yield Check(f"random Llama of 4 layers, {dtype}", lambda dtype=dtype: _random_llama(place, dtype))
+        yield Check(
+            f"random Llama of 4 layers, {dtype}",
+            lambda dtype=dtype: _where_installed(lambda: _random_llama(place, dtype)),
+        )
     if place.model is not None:
-        yield Check(f"checkpoint {place.model}", lambda: _served(place, place.model))
+        path = place.model
+        yield Check(f"checkpoint {path}", lambda: _where_installed(lambda: _served(place, path)))
     else:
         yield Check("a real checkpoint", _no_model)
+
+
+def _where_installed(run: Callable[[], str]) -> str:
+    """A card need not have what the services need."""
+    try:
+        return run()
+    except ModuleNotFoundError as missing:
+        raise SkippedError(f"{missing.name} is not installed here") from None
 
 
 def _no_model() -> str:
@@ -42,10 +55,8 @@ def _no_model() -> str:
 
 
 def _random_llama(place: Place, dtype: str) -> str:
-    try:
-        from tests.support.checkpoints import tiny_llama
-    except ImportError as error:
-        raise SkippedError(f"{error}") from None
+    from tests.support.checkpoints import tiny_llama
+
     with tempfile.TemporaryDirectory() as folder:
         dims = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2}
         path = tiny_llama(Path(folder) / "llama", head_dim=64, dtype=dtype, **dims)
@@ -53,11 +64,8 @@ def _random_llama(place: Place, dtype: str) -> str:
 
 
 def _on_the_shim(place: Place) -> str:
-    try:
-        from tests.executor.shim_device import device_executor
-    except ImportError as error:
-        raise SkippedError(f"there is no executor on the shim here: {error}") from None
     from tests.executor.mini_scheduler import MiniScheduler, Request, RunStream, serve
+    from tests.executor.shim_device import device_executor
     from tests.support.checkpoints import tiny_llama
 
     rng = np.random.default_rng(4)
@@ -79,10 +87,8 @@ def _on_the_shim(place: Place) -> str:
 
 def _served(place: Place, path: Path) -> str:
     """Starts the three, asks for LENGTHS prompts at once, twice (the second time from the prefix cache), and judges."""
-    try:
-        from tests.support.cluster import running
-    except ImportError as error:
-        raise SkippedError(f"the services cannot run here: {error}") from None
+    from tests.support.cluster import running
+
     config = json.loads((path / "config.json").read_text())
     rng = np.random.default_rng(3)
     vocab = int(config.get("text_config", config)["vocab_size"])

@@ -1,6 +1,8 @@
 """docs/kernels_faults.md: the faults that are planted into the CUDA kernels, and which layer of the tests found each.
 
-python -m tests.kernels.faults_page   plants them all, half an hour on two cores, and writes the page anew
+python -m tests.kernels.faults_page [--missing]
+
+Plants them all, ten minutes on two cores, and writes the page anew; with --missing those that it does not have.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ LAYERS = (
     # (name on the page, what the layer says, how it finds)
     ("ThreadSanitizer", r"data race", "two threads meet at a place in memory without a barrier between them"),
     ("AddressSanitizer", r"AddressSanitizer", "buffers and shared memory have exactly their size"),
-    ("UBSan", r"runtime error", "undefined behaviour of C++, misaligned vectors"),
+    ("UBSan", r"runtime error", "undefined behaviour of C++, misaligned reads"),
     ("orders", r"in (random|reverse|some) order|order of threads", "threads take turns in another order"),
-    ("the shim", r"barrier|left while|deadlock|aligned|not in its mask|exit status", "CUDA's own rules, held by name"),
+    ("the shim", r"barrier|left while|deadlock|aligned|not in its mask", "CUDA's own rules, held by name"),
     ("numbers", r"", "float64, long double or exact numbers of the same batch"),
 )
 _ROW = re.compile(r"^\| `(?P<source>[^`]+)` \| (?P<wrong>[^|]+) \| (?P<layer>[^|]+) \|$", re.MULTILINE)
@@ -81,8 +83,12 @@ def page(found: dict[tuple[str, str], str]) -> str:
 
 def main() -> int:
     """Plants, and writes the page; 1 where a fault is not found."""
+    known = rows() if "--missing" in sys.argv[1:] else {}
     found, missed = {}, 0
     for source, wrong, plant in every_fault():
+        if (source, wrong) in known:
+            found[source, wrong] = known[source, wrong]
+            continue
         try:
             said = plant()
         except pytest.fail.Exception:

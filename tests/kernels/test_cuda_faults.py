@@ -48,7 +48,7 @@ FAULTS: list[tuple[str, str, str, str, str]] = [
         "(token + 1) % p.block_tokens) * HEAD_DIM",
     ),
     (
-        "values",
+        "address",
         "queries past the group are stored",
         DECODE,
         "i < queries * HEAD_DIM; i += 32 * WARPS) {\n    const int r",
@@ -144,6 +144,27 @@ FAULTS: list[tuple[str, str, str, str, str]] = [
     ("values", "every kv head has the first one's value scale", FP8, "p.value_scales[kv_head]", "p.value_scales[0]"),
     ("values", "even and odd dimensions of fp8 values swapped", FP8_SHARED, "even[0], even[1]);", "odd[0], odd[1]);"),
     ("values", "keys past the context are looked up", DECODE, "if (token >= range.end) return -1;", ""),
+    (
+        "values",
+        "a shuffle among half of the lanes",
+        COMMON,
+        "__shfl_xor_sync(ALL_LANES, x, 1));",
+        "__shfl_xor_sync(0xffffu, x, 1));",
+    ),
+    (
+        "values",
+        "copies from addresses that are no multiple of 16 bytes",
+        PREFILL,
+        "chunk, keys + element, place >= 0);",
+        "chunk, keys + element + 1, place >= 0);",
+    ),
+    (
+        "address",
+        "four fp8 keys read at an odd address",
+        FP8_SHARED,
+        "k * 16 + lane % 4 * 4;",
+        "k * 16 + lane % 4 * 4 + 1;",
+    ),
     (
         "address",
         "values copied behind the ring",

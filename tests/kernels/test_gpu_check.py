@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
-from kernels import build, instances
+from kernels import build, instances, nvrtc
 from kernels.instances import ARCHITECTURES
 from tests.gpu_check import __main__ as gpu_check
 from tests.gpu_check import checks, roofline
@@ -17,6 +20,7 @@ from tests.gpu_check.card import Card
 from tests.kernels.cuda_calls import decode
 from tests.kernels.hostshim.hostshim import Fault, HostDevice
 from tests.kernels.paged import batch
+from tests.kernels.test_cuda_build import fake_package
 
 
 def test_a_dry_run_finds_nothing_wrong_and_says_what_it_left_out(
@@ -65,6 +69,27 @@ def test_what_is_wrong_is_told_and_ends_in_status_1(
     assert told in printed and "something is WRONG" in printed
 
 
+def test_probes_compile_with_the_headers_of_cuda_13_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_package(tmp_path, "cupy-cuda13x")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert nvrtc.headers().parent.name == "cu13"
+    assert gpu_check.main(["--dry", "--only", "wrappers"]) == 0
+    assert capsys.readouterr().out.count("  ok ") == 12
+
+
+def test_what_the_services_need_and_is_not_there_is_named_and_skipped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "tests.support.checkpoints", None)
+    monkeypatch.setitem(sys.modules, "tests.executor.shim_device", None)
+    assert gpu_check.main(["--dry", "--only", "engine"]) == 0
+    assert "skipped random Llama of 4 layers, float32: tests.support.checkpoints is not installed here" in (
+        capsys.readouterr().out
+    )
+
+
 def test_no_check_begins_when_the_time_is_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_check.main(["--dry", "--only", "wrappers", "--budget-s", "0"]) == 0
     assert capsys.readouterr().out.count("the time is up") == 12
@@ -84,6 +109,43 @@ def test_cubins_that_are_missing_stale_or_incomplete_are_refused(tmp_path: Path)
     manifest.write_text(manifest.read_text().replace(build.fingerprint(), "0" * 64))
     with pytest.raises(gpu_check.NothingToCheckError, match="of other kernel sources"):
         gpu_check.compiler_of(tmp_path, 90)
+
+
+def a_card(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], driver: int) -> None:
+    """What torch and CuPy say where there is one."""
+    facts = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132, total_memory=141 << 30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
+    runtime = SimpleNamespace(driverGetVersion=lambda: driver)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+
+
+@pytest.mark.parametrize(
+    ("capability", "driver", "nvrtc_version", "told"),
+    [
+        ((9, 0), 13010, "13.0", None),
+        ((9, 0), 13010, "12.9", None),
+        ((9, 0), 12080, "13.0", "the cubins are CUDA 13.0's, the driver runs CUDA 12's and older"),
+        ((7, 5), 13010, "12.9", "no kernels for compute capability 75"),
+    ],
+)
+def test_a_card_and_what_drives_it_are_named_or_refused(
+    capability: tuple[int, int], driver: int, nvrtc_version: str, told: str | None, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    a_card(monkeypatch, capability, driver)
+    kernels = [{"name": instance.name} for instance in instances.every_instance(ARCHITECTURES[90])]
+    manifest = {"sources": build.fingerprint(), "nvrtc": nvrtc_version, "kernels": kernels}
+    (tmp_path / "manifest.sm_90.json").write_text(json.dumps(manifest))
+    status = gpu_check.main(["--cubins", str(tmp_path), "--only", "wrappers", "--budget-s", "0"])
+    printed = capsys.readouterr()
+    if told:
+        assert status == 2 and told in printed.err
+    else:
+        assert status == 0 and "NVIDIA H200, 132 multiprocessors, 141 GiB, compute capability 9.0" in printed.out
+        assert f"driver for CUDA 13.1; torch {torch.__version__}" in printed.out
+        assert f"cubins by NVRTC {nvrtc_version} for sm_90" in printed.out
 
 
 def test_a_card_computes_on_copies_and_carries_back_what_was_written() -> None:

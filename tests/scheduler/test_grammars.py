@@ -24,6 +24,7 @@ from loadtest.stub_batch import expected_ids
 from loadtest.stub_executor import Faults, StubExecutor
 from services.frontend import tokenizer
 from services.frontend.tokenizer import TextTokenizer
+from services.scheduler import grammar_compiling
 from tests.frontend.harness import text_checkpoint
 from tests.support.attached import Frontend, Told, bench, finished, scheduler_for, until, until_idle, write_model
 from tests.support.checkpoints import EOS_ID
@@ -271,6 +272,17 @@ async def test_a_request_may_leave_while_its_grammar_is_compiled(model: Path) ->
         late = await submit(made.frontend, Grammar(regex="b" + WIDE), timeout_ms=100)
         await finished(late)
         assert late.code is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_too_many_requests_that_wait_for_their_grammars_are_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_compiling, "MAX_WAITING", 1)
+    async with bench(model) as made:
+        slow = await submit(made.frontend, Grammar(regex=WIDE), max_tokens=1)
+        refused = await run(made.frontend, choices("yes"))
+        assert refused.code is grpc.StatusCode.RESOURCE_EXHAUSTED and refused.failed.reason == "QUEUE_FULL"
+        await finished(slow)
 
 
 async def test_a_frontend_that_leaves_and_a_drain_end_what_waits_to_be_compiled(model: Path) -> None:

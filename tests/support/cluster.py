@@ -59,9 +59,10 @@ class Cluster:
             flag, peer = peers[service]
             command += [flag, f"127.0.0.1:{self.ports[peer]}"]
         command += self.flags.get(service, ())
+        path = os.pathsep.join([".", os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                command, stdout=log, stderr=log, env=os.environ | {"PYTHONPATH": "."}
+                command, stdout=log, stderr=log, env=os.environ | {"PYTHONPATH": path}
             )
 
     def revive(self) -> None:

@@ -130,8 +130,8 @@ def _ranks(fit: Fit) -> list[Finding]:
     if len(fit.rank_weight_bytes) < 2:
         return []
     text = (
-        f"{len(fit.rank_weight_bytes)} processes hold {', '.join(map(_size, fit.rank_weight_bytes))}, each the whole "
-        "embedding; KV figures are of one"
+        f"{len(fit.rank_weight_bytes)} processes hold {', '.join(map(_size, fit.rank_weight_bytes))}, each all norms; "
+        "KV figures are of one"
     )
     text += "".join(f"; whole in each: {one}" for one in fit.whole)
     return [Finding("ranks", text, facts={"whole": list(fit.whole)})]

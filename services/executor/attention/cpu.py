@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -56,9 +57,10 @@ class CpuKvCache:
         of_keys = (num_blocks, needs.kv_heads, needs.head_dim, needs.block_tokens)
         stored = self._stored.view(torch.uint16) if needs.kv_dtype == torch.bfloat16 else self._stored
         keys, values = stored.numpy()
-        self.layers = tuple(
-            kv_cache.LayerCache(keys[i].reshape(of_keys), values[i], *self._scales[:, i].numpy()) for i in range(layers)
-        )
+        self.whole = kv_cache.LayerCache(keys.reshape(layers, *of_keys), values, *self._scales.numpy())
+        """of all layers"""
+        self.layers = tuple(kv_cache.LayerCache(*parts) for parts in zip(*vars(self.whole).values(), strict=True))
+        self._queries = np.empty((0, needs.heads, needs.head_dim), np.float32)
 
     def copy_blocks(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
         for tensor in (self._stored, self._scales) if self.needs.is_scaled else (self._stored,):
@@ -70,28 +72,41 @@ class CpuKvCache:
     def calibrating(self) -> AbstractContextManager[None]:
         return nullcontext()  # each key and value has a scale of its own
 
+    def queries(self, tokens: int) -> kv_cache.Float32s:
+        """A buffer [tokens, heads, head_dim] that all layers of a step share, kept for the next step."""
+        if len(self._queries) < tokens:
+            self._queries = np.empty((tokens, *self._queries.shape[1:]), np.float32)
+        return self._queries[:tokens]
+
 
 class CpuStep:
     """A step's rows as the kernels take them, and the cut of its work, made once and used by every layer."""
 
     def __init__(self, cache: CpuKvCache, shape: StepShape) -> None:
-        needs = cache.needs
-        self._layers = cache.layers
+        self.cache = cache
         parts = (shape.tables, shape.slots, shape.query_starts, shape.contexts)
-        self._rows = rows = kv_cache.Rows(*(one.numpy() for one in parts))
-        self._items = paged_attention.work_items(
+        self.rows = kv_cache.Rows(*(one.numpy() for one in parts))
+        self.tokens = int(self.rows.query_starts[-1])
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each row has one token."""
+        return self.tokens == len(self.rows.slots)
+
+    @cached_property
+    def _items(self) -> paged_attention.Int64s:
+        needs, rows = self.cache.needs, self.rows
+        return paged_attention.work_items(
             rows.query_starts, rows.contexts, needs.heads, needs.kv_heads, paged_attention.get_num_threads()
         )
-        tokens = int(shape.query_starts[-1])
-        self._queries = np.empty((tokens, needs.heads, needs.head_dim), np.float32)
 
     def attend(
         self, layer: int, projected: torch.Tensor, rotary: Rotary | None, scores: Scores, out: torch.Tensor
     ) -> None:
-        cache, queries = self._layers[layer], self._queries
-        kv_cache.write(projected.numpy(), *_arrays(rotary), queries, cache, self._rows)
+        cache, queries = self.cache.layers[layer], self.cache.queries(self.tokens)
+        kv_cache.write(projected.numpy(), *_arrays(rotary), queries, cache, self.rows)
         window, cap = scores.window_tokens or 0, scores.soft_cap or 0.0
-        paged_attention.attend(queries, cache, self._rows, self._items, scores.scale, window, cap, out.numpy())
+        paged_attention.attend(queries, cache, self.rows, self._items, scores.scale, window, cap, out.numpy())
 
 
 def _arrays(

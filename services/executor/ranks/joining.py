@@ -121,6 +121,7 @@ class JoiningPeers(Peers):
             if kind != Kind.JOIN:
                 raise ValueError(f"{kind.name} is no JOIN")
             hello = Hello(**json.loads(body))
+            reason = meeting.unfit(hello, self._own)
         except (EOFError, OSError, ValueError, TypeError) as error:
             log.warning("%s came to %s and is no rank: %s", came_from, self._address, error)
             peer_channel.close()
@@ -128,7 +129,6 @@ class JoiningPeers(Peers):
         finally:
             meeting.limit_reads(limited, 0)
             limited.close()
-        reason = meeting.unfit(hello, self._own)
         with self._lock:
             if not reason and hello.rank in self._came:
                 reason = f"rank {hello.rank} is here already; give each its own --tp-rank"

@@ -141,7 +141,7 @@ def compiled(
     texts = {path.name: path.read_text() for folder in (build.SOURCES, sources) for path in folder.glob("*.cu*")}
     if fault is not None:
         texts[fault.source] = _with(fault, texts[fault.source])
-    digest = hashlib.sha256(f"{body}{sanitizer}{_flags(sanitizer)}{sorted(texts.items())}".encode())
+    digest = hashlib.sha256(f"{body}{sanitizer}{_flags(sanitizer)}{nvrtc.major()}{sorted(texts.items())}".encode())
     for path in sorted(HERE.rglob("*")):
         if path.suffix in ("", ".h", ".cpp") and path.is_file():
             digest.update(path.read_bytes())

@@ -23,11 +23,11 @@ class ModelFacts:
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model
-        config = checkpoint.read_config(model.path)
+        config = checkpoint.read_config(model.folder)
         # The folder is told: a gateway on the same machine reads the tokenizer there, any other one asks GetTokenizer.
         self._told = pb.GetModelInfoResponse(
-            model_path=str(model.path),
-            tokenizer_path=str(model.path),
+            model_path=str(model.folder),
+            tokenizer_path=str(model.folder),
             is_generation=True,
             served_model_name=model.name,
             model_type=config.model_type,

@@ -64,7 +64,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         self._running = RunningCalls()
         self._server = ServerFacts()
         self._told = ModelFacts(model)
-        self._tokenizer_files = TokenizerFiles(model.path)
+        self._tokenizer_files = TokenizerFiles(model.folder)
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Ids for ids, or for text; in chunks or at the end."""
