@@ -379,6 +379,21 @@ def test_a_row_whose_logits_are_nan_fails_alone_and_so_does_the_step_launched_be
     assert again.failed_slots == () and again.token_ids.tolist() == expected[:1]
 
 
+def test_a_prompt_whose_scores_are_nan_fails_in_that_chunk_and_tells_none(model: Path) -> None:
+    """The chunk samples nothing; the one behind it, launched before that is known, fails too."""
+    executor = ready(model, ShimDevice())
+    bad, good = prompts(12, 5)
+    with torch.inference_mode():
+        executor._checkpoint.model.get_input_embeddings().weight[bad[3]] = torch.nan
+    news = (replace(started(0, bad), scored=1), replace(started(1, good), scored=1))
+    first = executor.launch(plan(1, [0, 1], [8, 5], *news))
+    second = executor.launch(plan(2, [0, 1], [4, 1]))
+    for at, step in enumerate((first, second)):
+        outcome = step.outcome()
+        assert outcome.failed_slots == (0,) and outcome.token_counts.tolist() == [0, 1]
+        assert [scores.slot for scores in outcome.prompt_scores] == ([1] if at == 0 else [])
+
+
 def test_a_slot_freed_while_its_failure_is_on_its_way_starts_without_it(model: Path) -> None:
     device = ShimDevice()
     executor = ready(model, device)
