@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 
 PLOTTED := bench_serve bench_scheduler
 
-GO_PACKAGES := $(shell sed -n 's/^\# *apt-get install //p' clients/go/build.sh)
+CLIENT_PACKAGES := $(sort $(shell sed -n 's/^\# *apt-get install //p' clients/*/build.sh))
 
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
@@ -49,8 +49,8 @@ compiler: ## install g++, with which the tests run the CUDA kernels on the CPU (
 	@command -v g++ >/dev/null || { echo "installing with apt-get: g++"; apt-get update -q && \
 		apt-get install -qy --no-install-recommends g++; }
 
-test-tools: ## install what the slow tests of the Node and Go examples need (Debian, as root)
-	@missing=; for package in $(GO_PACKAGES); do dpkg -s $$package >/dev/null 2>&1 || missing="$$missing $$package"; done; \
+test-tools: ## install what the slow tests of the Node, Go, Java and C++ examples need (Debian, as root)
+	@missing=; for package in $(CLIENT_PACKAGES); do dpkg -s $$package >/dev/null 2>&1 || missing="$$missing $$package"; done; \
 	command -v npm >/dev/null || missing="$$missing nodejs npm"; \
 	test -z "$$missing" || { echo "installing with apt-get:$$missing"; apt-get update -q && \
 		apt-get install -qy --no-install-recommends $$missing; }
@@ -76,6 +76,6 @@ gpu-check: ## check the kernels on this machine's GPU, in four minutes; ARGS=--d
 	$(BIN)/python -m tests.gpu_check $(ARGS)
 
 clean: ## remove .venv, generated stubs and caches; fetched models stay
-	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis clients/node/node_modules
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis clients/node/node_modules clients/*/build
 	find proto/triptych -name '*_pb2*.py*' -delete
 	find services kernels loadtest tests proto clients -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -95,8 +95,8 @@ async def engine(
         for name, command in commands.items():
             traced = ["-m", "cProfile", "-o", str(profile / f"{name}.prof")] if profile and name != "executor" else []
             arguments = [sys.executable, *traced, "-m", *command, "--port", str(ports[name])]
-            processes[name] = await stack.enter_async_context(_ours(arguments))
-        await _ready(addresses["frontend"], processes, _generates)
+            processes[name] = await stack.enter_async_context(ours(arguments))
+        await ready(addresses["frontend"], processes, generates)
         yield Running(addresses["frontend"], {name: one.process.pid for name, one in processes.items()})
 
 
@@ -105,23 +105,36 @@ async def bare() -> AsyncIterator[Running]:
     """The bare server, ready."""
     port = peer_process.free_port()
     command = [sys.executable, "-m", "loadtest.bare_server", "--port", str(port)]
-    async with _ours(command) as process:
+    async with ours(command) as process:
         address = f"127.0.0.1:{port}"
-        await _ready(address, {BARE: process}, _connects)
+        await ready(address, {BARE: process}, _connects)
         yield Running(address, {BARE: process.process.pid})
 
 
-def _ours(command: Sequence[str]) -> AbstractAsyncContextManager[peer_process.PeerProcess]:
+def ours(command: Sequence[str]) -> AbstractAsyncContextManager[peer_process.PeerProcess]:
+    """A process of this checkout."""
     # Found as this process found them: from the checkout, whatever is installed.
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     return peer_process.running(command, {**_THREADS, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}, pipe=False)
 
 
-async def _ready(
+async def generates(channel: grpc.aio.Channel) -> bool:
+    """Whether a frontend says that a token could be made."""
+    try:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(
+            health_pb2.HealthCheckRequest(service=GENERATE), timeout=2
+        )
+    except grpc.aio.AioRpcError:
+        return False
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def ready(
     address: str,
     processes: Mapping[str, peer_process.PeerProcess],
-    asks: Callable[[grpc.aio.Channel], Awaitable[bool]],
+    asks: Callable[[grpc.aio.Channel], Awaitable[bool]] = generates,
 ) -> None:
+    """Waits until `asks` holds. Raises StartError with the last lines of a process that ends, or of all."""
     deadline_s = time.monotonic() + START_S
     async with grpc.aio.insecure_channel(address) as channel:
         while not await asks(channel):
@@ -133,16 +146,6 @@ async def _ready(
                 lines = [f"{name} | {line}" for name, one in processes.items() for line in one.lines]
                 raise StartError("\n".join([f"not ready within {START_S:g} s; the last lines:", *lines]))
             await asyncio.sleep(POLL_S)
-
-
-async def _generates(channel: grpc.aio.Channel) -> bool:
-    try:
-        answer = await health_pb2_grpc.HealthStub(channel).Check(
-            health_pb2.HealthCheckRequest(service=GENERATE), timeout=2
-        )
-    except grpc.aio.AioRpcError:
-        return False
-    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 async def _connects(channel: grpc.aio.Channel) -> bool:

@@ -87,6 +87,8 @@ class StubEngine:
     ) -> None:
         self.port = port
         self.submits: list[engine_pb2.Submit] = []
+        self.frontends_that_submitted: list[str] = []
+        """The frontend_id behind each of `submits`."""
         self.aborts: list[int] = []
         self.hellos: list[engine_pb2.FrontendHello] = []
         self.changed = asyncio.Condition()
@@ -201,7 +203,11 @@ class StubEngine:
         if wrong := self._cache.misfit(submit):
             raise ValueError(wrong)
         cached_tokens = self._cache.cached_tokens(submit)
-        return [StubRequest.of(submit, choice, cached_tokens) for choice in range(submit.num_choices)]
+        had = {resumed.choice: len(resumed.token_ids) // 4 for resumed in submit.resumed}
+        if any(choice >= submit.num_choices or count >= submit.max_tokens for choice, count in had.items()):
+            raise ValueError(f"resumed has a choice that is none or has ended: {had}")
+        choices = had or dict.fromkeys(range(submit.num_choices), 0)
+        return [StubRequest.of(submit, choice, cached_tokens, count) for choice, count in choices.items()]
 
     def hello(self) -> engine_pb2.EngineHello:
         """What a loaded engine says."""
@@ -269,7 +275,7 @@ class _Service(engine_pb2_grpc.EngineServiceServicer):
             await context.abort(engine.faults.no_hello, "the stub was told to refuse")
         if refusal := engine.refuses(first.hello):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
-        session = _Session(engine)
+        session = _Session(engine, first.hello.frontend_id)
         engine.add(session)
         session.send(engine_pb2.AttachResponse(hello=engine.hello()))
         tasks = [asyncio.create_task(session.read(requests)), asyncio.create_task(session.step())]
@@ -290,6 +296,7 @@ class _Session:
     """One attached frontend: its requests and what goes up to it."""
 
     engine: StubEngine
+    frontend_id: str
     running: dict[int, StubRequest] = field(default_factory=dict)
     outbox: asyncio.Queue[engine_pb2.AttachResponse | None] = field(default_factory=asyncio.Queue)
     work: asyncio.Event = field(default_factory=asyncio.Event)
@@ -324,6 +331,7 @@ class _Session:
 
     def _submit(self, submit: engine_pb2.Submit) -> None:
         self.engine.submits.append(submit)
+        self.engine.frontends_that_submitted.append(self.frontend_id)
         try:
             choices = self.engine.admit(submit)
         except ValueError as error:

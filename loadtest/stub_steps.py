@@ -33,8 +33,8 @@ class StubRequest:
     next_scored: int = 1
 
     @classmethod
-    def of(cls, submit: engine_pb2.Submit, choice: int, cached_tokens: int) -> StubRequest:
-        """A choice that arrives now."""
+    def of(cls, submit: engine_pb2.Submit, choice: int, cached_tokens: int, num_output: int = 0) -> StubRequest:
+        """A choice that arrives now, with so many ids of its output already."""
         return cls(
             submit,
             prompt=tuple(np.frombuffer(submit.prompt_ids, "<u4").tolist()),
@@ -42,6 +42,7 @@ class StubRequest:
             arrived_unix_ns=time.time_ns(),
             choice=choice,
             cached_tokens=cached_tokens,
+            num_output=num_output,
         )
 
     @property

@@ -1,4 +1,7 @@
-"""Writes docs/configuration.md from the config schemas: `python -m services.cli.docs`."""
+"""Writes the generated pages of docs: `python -m services.cli.docs`.
+
+docs/configuration.md from the config schemas, docs/api/*.md from the contracts.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any
 import annotated_types
 from pydantic.fields import FieldInfo
 
+from services.cli import api_docs
 from services.cli.parts import config_type
 from services.common.config import HOST_PORT, SERVICES
 
@@ -95,9 +99,12 @@ def _default(field: FieldInfo) -> str:
 
 
 def main() -> int:
-    """Rewrites the page."""
-    PATH.write_text(render(), encoding="utf-8")
-    print(f"wrote {PATH}")
+    """Rewrites the pages."""
+    pages = {PATH: render()} | {api_docs.path(name): api_docs.render(name) for name in api_docs.PAGES}
+    for path, text in pages.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        print(f"wrote {path}")
     return 0
 
 

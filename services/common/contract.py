@@ -57,6 +57,10 @@ class Door:
     def __init__(self, served: Mapping[str, frozenset[str]]) -> None:
         self._served = served
 
+    def serves(self, message: str, field: str) -> bool:
+        """Whether a field is let through; `message` is the full name of its type."""
+        return field in self._served.get(message, ())
+
     def check(self, message: Message, path: str = "") -> None:
         """Raises RequestError(UNIMPLEMENTED) naming the first field that is set and not served, or not known."""
         known = self._served.get(message.DESCRIPTOR.full_name, frozenset())

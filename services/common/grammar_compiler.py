@@ -30,7 +30,7 @@ JSON_OPTIONS = {"whitespace_pattern": "[ ]?"}
 _FIXED_JSON_OPTIONS = {"lenient": False}
 """A keyword that is not implemented is refused, also where the schema asks to have it ignored."""
 
-MAX_LEXER_STATES = 50_000
+MAX_LEXER_STATES = 20_000
 """Of one grammar, 1 to 2 KB each: what masks cost is kept, so this bounds the memory of whoever builds them."""
 
 

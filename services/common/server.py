@@ -31,12 +31,13 @@ _KEEPALIVE_PERMITTED = [
 ]
 
 
-def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, Any]]:
+def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES, *, shares_port: bool = False) -> list[tuple[str, Any]]:
     """Options of every Triptych server."""
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
-        ("grpc.so_reuseport", 0),  # a port in use is an error, not a second listener
+        # Else a port in use is an error, not a second listener.
+        ("grpc.so_reuseport", int(shares_port)),
         # Past 1,000 calls that wait for this process, gRPC would cancel some by chance, without a reason that we name.
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
@@ -71,10 +72,18 @@ def free_port(host: str, port: int) -> int:
 
 
 class Server:
-    """One listener with health and reflection; servicers are added to `grpc` before `start`."""
+    """One listener with health and reflection; servicers are added to `grpc` before `start`.
 
-    def __init__(self, host: str, port: int, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
-        self.grpc = grpc.aio.server(interceptors=[ErrorInterceptor()], options=server_options(max_message_bytes))
+    With `shares_port`, other processes of this user listen on the port too (SO_REUSEPORT).
+    """
+
+    def __init__(
+        self, host: str, port: int, *, max_message_bytes: int = MAX_MESSAGE_BYTES, shares_port: bool = False
+    ) -> None:
+        self.grpc = grpc.aio.server(
+            interceptors=[ErrorInterceptor()], options=server_options(max_message_bytes, shares_port=shares_port)
+        )
+        self._shares_port = shares_port
         self.health = Health()
         self.health.add_to(self.grpc)
         self._host = host
@@ -86,7 +95,8 @@ class Server:
         names = (*services, Health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.grpc)
         try:
-            free_port(self._host, self.port)  # says why not in one line; gRPC would write several
+            if not self._shares_port:
+                free_port(self._host, self.port)  # says why not in one line; gRPC would write several
             self.port = self.grpc.add_insecure_port(self._address)
         except (OSError, RuntimeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "the port was taken a moment ago"

@@ -3,37 +3,67 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
+import grpc
+
+from services.common.errors import RequestError
 from services.frontend.best_of import BestOf
-from services.frontend.coalescing import Coalescer, fits_a_message
+from services.frontend.coalescing import Coalescer, fits_a_message, weight
 from services.frontend.engine import Outputs, Scores
 from services.frontend.generation import Choice
+from services.frontend.patience import SLOW_READER
 from services.frontend.request import Delta, Hold, Job
+from services.frontend.resume import Begun
 from services.frontend.scores import PromptScores
 from services.frontend.tokenizer import TextTokenizer
+
+MAX_UNREAD = 64 * 1024
+"""Ids, alternatives to them included, that may wait for the client."""
 
 
 class Answer:
     """The choices of a job, until each has stopped. `close` it in any case.
 
     Text is made as outputs come, and the call is woken only for what is due. What comes while the client is slow is
-    taken as one, by choice; it is bounded by max_tokens.
+    taken as one, by choice; more than `max_unread` ids end the request.
     """
 
-    def __init__(self, job: Job, tokenizer: TextTokenizer) -> None:
+    def __init__(
+        self,
+        job: Job,
+        tokenizer: TextTokenizer,
+        max_unread: int = MAX_UNREAD,
+        begun: Mapping[int, Begun] | None = None,
+    ) -> None:
         self._num_returned = job.options.n
+        self._max_unread = max_unread
+        self._left_behind = False
+        self._unread = 0
+        """Ids that came since the call last waited for some: the client had not taken what was before them."""
         self._scores_alone = job.max_tokens == 0
         self._scores = PromptScores(job)
+        begun = begun or {}
         run = job.options.num_choices
-        self._choices = [Choice(job, tokenizer, index) for index in range(run)]
+        self._choices = [
+            begun[index].choice if index in begun else Choice(job, tokenizer, index) for index in range(run)
+        ]
         self._coalescer = _coalescer(job)
         self._at_once = job.options.hold == Hold() and run == 1 and job.options.best_of is None
         """A call that waits is handed the delta itself; for one that does not the coalescer keeps it."""
-        self._num_running = run
+        self._num_running = sum(choice.stopped is None for choice in self._choices)
         self._error: Exception | None = None
         self._loop = asyncio.get_running_loop()
         self._reader: asyncio.Future[list[tuple[int, Delta]]] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        for index, (_, delta) in begun.items():
+            if delta != Delta():
+                self._coalescer.add(index, delta, self._loop.time())
+
+    @property
+    def running(self) -> tuple[int, ...]:
+        """The choices that have not stopped."""
+        return tuple(index for index, choice in enumerate(self._choices) if choice.stopped is None)
 
     @property
     def done(self) -> bool:
@@ -61,7 +91,9 @@ class Answer:
         What is wrong with it is raised where the answer is taken: it ends this request and no other.
         """
         choice = self._choices[index]
-        if choice.stopped is not None or self._error is not None:
+        if self._error is not None:
+            return self._left_behind and outputs.finish is None
+        if choice.stopped is not None:
             return False  # sent before the engine knew
         try:
             if self._scores.push(outputs):
@@ -79,10 +111,18 @@ class Answer:
             self._wake()
         else:
             self._arm()
+        if self._reader is None and self._falls_behind(delta):
+            self._left_behind = True  # who would close the request waits for the client
+            self.fail(_unread(self._max_unread))
         if delta.stopped is None:
             return False
         self._num_running -= 1
         return outputs.finish is None
+
+    def _falls_behind(self, delta: Delta) -> bool:
+        """Whether too much waits for the client; what is held back at its own wish does not count."""
+        self._unread += weight(delta)
+        return min(self._unread, self._coalescer.num_ids) > self._max_unread
 
     def _end_scored(self, outputs: Outputs) -> None:
         """Of the prompt alone; where that is all there is to do, the engine's finish is every choice's."""
@@ -99,7 +139,8 @@ class Answer:
     def nothing(self) -> list[tuple[int, Delta]]:
         """The answer to max_tokens 0: a finish for each choice that is returned, and no ids."""
         self._num_running = 0
-        return [(index, choice.nothing()) for index, choice in enumerate(self._choices[: self._num_returned])]
+        returned = self._choices[: self._num_returned]
+        return [(index, choice.nothing()) for index, choice in enumerate(returned) if choice.stopped is None]
 
     async def take(self) -> list[tuple[int, Delta]]:
         """What the client is to have now, each choice at most once, as soon as there is any.
@@ -132,6 +173,7 @@ class Answer:
     async def _news(self) -> list[tuple[int, Delta]]:
         """Waits until there may be something to take, or is handed it."""
         self._arm()
+        self._unread = 0
         self._reader = self._loop.create_future()
         try:
             return await self._reader
@@ -159,3 +201,12 @@ def _coalescer(job: Job) -> Coalescer | BestOf:
     if job.options.best_of is None or job.max_tokens == 0:
         return Coalescer(job.options.hold, job.options.n)
     return BestOf(job.options.best_of, job.options.n)
+
+
+def _unread(limit: int) -> RequestError:
+    return RequestError(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        SLOW_READER,
+        f"more than {limit} ids, alternatives included, waited for the client (max_unread_tokens); read faster, or "
+        "ask for less at once",
+    )

@@ -20,6 +20,11 @@ class BestOf:
         """Nothing is held that will be given out."""
         return self._chosen is not None and self._chosen.empty
 
+    @property
+    def num_ids(self) -> int:
+        """Ids that wait for the client, alternatives included; those that are held back until the end do not."""
+        return 0 if self._chosen is None else self._chosen.num_ids
+
     def add(self, choice: int, delta: Delta, now_s: float) -> bool:
         """Takes what is new of a choice; True where that was the last of all."""
         self._held[choice].append(delta)

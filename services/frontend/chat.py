@@ -18,8 +18,10 @@ from services.frontend.control_tokens import ControlTokens
 from services.frontend.conversation import Conversation, PastCall, Tool, Turn
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message", *_NAMED_TOKENS})
-"""Variables of a template that no request sets."""
+_RESERVED = frozenset(
+    {"messages", "tools", "custom_tools", "add_generation_prompt", "continue_final_message", *_NAMED_TOKENS}
+)
+"""Variables of a template that no request sets; `custom_tools` stands for `tools` in Llama's."""
 DEFAULT, TOOL_USE = "default", "tool_use"
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 

@@ -18,6 +18,8 @@ class Coalescer:
         self._interval_s = hold.interval_s
         self._num_parts = 0
         self._held = [_Held(hold) for _ in range(num_choices)]
+        self.num_ids = 0
+        """Held of all choices, alternatives to them included."""
 
     @property
     def empty(self) -> bool:
@@ -30,6 +32,7 @@ class Coalescer:
         for part in _parts(delta):
             held.add(part)
             self._num_parts += 1
+            self.num_ids += weight(part)
         return held.is_due(now_s)
 
     def due(self, now_s: float) -> list[tuple[int, Delta]]:
@@ -51,6 +54,7 @@ class Coalescer:
     def _take(self, held: _Held, now_s: float) -> Delta:
         parts = held.take(now_s)
         self._num_parts -= len(parts)
+        self.num_ids -= sum(map(weight, parts))
         return _joined(parts)
 
 
@@ -94,20 +98,20 @@ class _Held:
         """How many parts one message takes, at least one."""
         num_ids = 0
         for count, part in enumerate(self._parts):
-            num_ids += _weight(part)
+            num_ids += weight(part)
             if count and num_ids > MOST_IDS:
                 return count
         return len(self._parts)
 
 
-def _weight(delta: Delta) -> int:
+def weight(delta: Delta) -> int:
     """Its ids and the alternatives to them."""
     return len(delta.token_ids) + sum(len(entry.top) for entry in delta.logprobs)
 
 
 def fits_a_message(delta: Delta) -> bool:
     """With others of its request."""
-    return len(delta.logprobs) < 2 or _weight(delta) <= MOST_IDS
+    return len(delta.logprobs) < 2 or weight(delta) <= MOST_IDS
 
 
 def _parts(delta: Delta) -> list[Delta]:

@@ -19,6 +19,12 @@ class FrontendConfig(ServiceConfig):
 
     port: int = Field(50051, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     engine: Address = Field("127.0.0.1:50052", description="HOST:PORT of the scheduler")
+    workers: int = Field(
+        1,
+        ge=1,
+        le=256,
+        description="processes that share the port; the kernel spreads connections over them, not calls",
+    )
     served_model_name: str | None = Field(
         None, min_length=1, description="name that requests use; unset: the name of the checkpoint's folder"
     )
@@ -86,6 +92,19 @@ class FrontendConfig(ServiceConfig):
     max_min_delta_tokens: int = Field(4096, ge=0, description="min_delta_tokens that a request may ask for")
     max_min_delta_interval_ms: int = Field(10_000, ge=0, description="min_delta_interval_ms that a request may ask for")
 
+    max_unread_tokens: int = Field(
+        64 * 1024,
+        ge=1,
+        description="ids of an answer, alternatives to them included, that may wait for a client that reads slowly; "
+        "with more its call ends",
+    )
+    slow_reader_s: float = Field(
+        60.0,
+        gt=0,
+        le=86400,
+        description="seconds that a message may wait for the client to take it before its call ends",
+    )
+
     @field_validator("max_prompt_bytes")
     @classmethod
     def _fits_a_message(cls, prompt_bytes: int, info: ValidationInfo) -> int:
@@ -128,4 +147,6 @@ class FrontendConfig(ServiceConfig):
             min_priority=self.min_priority,
             min_delta_tokens=self.max_min_delta_tokens,
             min_delta_interval_ms=self.max_min_delta_interval_ms,
+            unread_tokens=self.max_unread_tokens,
+            slow_reader_s=self.slow_reader_s,
         )

@@ -44,6 +44,13 @@ class Submission:
     grammar: Grammar | None = None
     traceparent: str = ""
     tracestate: str = ""
+    resumed: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """(choice, its ids so far): those that are run; empty: all, from their start."""
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        """Those that are run."""
+        return tuple(choice for choice, _ in self.resumed) or tuple(range(self.num_choices))
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ class EngineClient:
     def submit(self, submission: Submission, sink: Sink) -> EngineRequest:
         """Hands over a request; `sink` is given what comes of it. Raises UNAVAILABLE where `require` does."""
         self.require()
-        request = EngineRequest(self._next_id, submission.num_choices, sink, end=self._end, close=self._close)
+        request = EngineRequest(self._next_id, submission.choices, sink, end=self._end, close=self._close)
         self._next_id += submission.num_choices
         self._requests[request.request_id] = request
         self._choices.update(dict.fromkeys(request.choice_ids, request))
@@ -187,7 +187,10 @@ class EngineClient:
 
         What names the first choice may be of it alone, so the others are aborted too; unknown ids are ignored.
         """
-        if (request := self._choices.pop(request_id, None)) is not None:
+        request = self._choices.pop(request_id, None)
+        if request is None and (named := self._requests.get(request_id)) and request_id not in named.choice_ids:
+            request = named  # as a whole: its first choice had finished before it was resumed
+        if request is not None:
             request.fail(error)
 
     def _on_hello(self, message: engine_pb2.EngineHello) -> None:

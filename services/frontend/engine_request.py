@@ -20,28 +20,27 @@ class Sink(Protocol):
 
 
 class EngineRequest:
-    """All choices of a request. `close` it in any case: an engine that is not done with them is told to stop."""
+    """The choices of a request that are run. `close` it in any case: an engine that is not done is told to stop."""
 
     def __init__(
         self,
         request_id: int,
-        num_choices: int,
+        choices: Sequence[int],
         sink: Sink,
         *,
         end: Callable[[Sequence[int]], None],
         close: Callable[[EngineRequest], None],
     ) -> None:
         self.request_id = request_id
-        self.choice_ids = range(request_id, request_id + num_choices)
+        self.choice_ids = tuple(request_id + choice for choice in choices)
         self._sink = sink
         self._end = end
         self._close = close
 
     def put(self, choice_id: int, outputs: Outputs) -> None:
         """Hands over what is new of a choice, and aborts it where that was enough."""
-        index = choice_id - self.request_id
-        if self._sink.put(index, outputs):
-            self._end(self.choice_ids[index : index + 1])
+        if self._sink.put(choice_id - self.request_id, outputs):
+            self._end((choice_id,))
 
     def fail(self, error: RequestError) -> None:
         """Ends the request with an error, here alone."""

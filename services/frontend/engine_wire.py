@@ -75,6 +75,10 @@ def submit(request_id: int, submission: Submission) -> engine_pb2.AttachRequest:
             timeout_ms=submission.timeout_ms,
             traceparent=submission.traceparent,
             tracestate=submission.tracestate,
+            resumed=[
+                engine_pb2.Submit.Resumed(choice=choice, token_ids=_column(ids, "<u4"))
+                for choice, ids in submission.resumed
+            ],
         )
     )
 

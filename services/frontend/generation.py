@@ -18,6 +18,15 @@ from services.frontend.tape import Parts
 from services.frontend.tokenizer import TextTokenizer
 
 
+class NotFittingError(Exception):
+    """What had arrived of a choice is not what its request gives; `field` is in the contract's Received."""
+
+    def __init__(self, field: str, description: str) -> None:
+        super().__init__(f"{field}: {description}")
+        self.field = field
+        self.description = description
+
+
 class Choice:
     """Turns outputs into deltas until the choice has stopped; ids after a stop string's match are dropped.
 
@@ -75,8 +84,11 @@ class Choice:
         found = [reader.push(delta.text)]
         if self.stopped is not None:
             found.append(reader.finish())
-            if self.stopped.reason == "stop" and reader.whole_calls:
-                self.stopped = replace(self.stopped, reason="tool_calls")
+        return self._told(delta, found, reader)
+
+    def _told(self, delta: Delta, found: list[Parts], reader: OutputReader) -> Delta:
+        if self.stopped is not None and self.stopped.reason == "stop" and reader.whole_calls:
+            self.stopped = replace(self.stopped, reason="tool_calls")
         return delta._replace(
             text="".join(parts.text for parts in found),
             reasoning="".join(parts.reasoning for parts in found),
@@ -90,6 +102,38 @@ class Choice:
                 yield Called(call.index, self._call_ids.of(call), call.name, call.arguments)
             elif call.arguments:
                 yield Called(call.index, arguments=call.arguments)
+
+    def end_before(self, num_tokens: int) -> None:
+        """It had finished, with so many ids, on a stream before this one."""
+        self.num_tokens = num_tokens
+        self.stopped = Stopped("finished before")
+
+    def replay(self, token_ids: tuple[int, ...], cumulative_logprob: float, text_bytes: int) -> Delta:
+        """Takes in ids that a stream before this one has told, with so many bytes of what they say.
+
+        Returns what they say beyond these, and the finish where they bring it. Raises NotFittingError where the choice
+        would not have gone on so far.
+        """
+        text, kept = self._read(token_ids)
+        self._cumulative_logprob = cumulative_logprob
+        stops = [place for place in range(self._job.options.min_tokens, kept) if token_ids[place] in self._job.stop_ids]
+        if kept < len(token_ids) or (stops and stops[0] < kept - 1):
+            raise NotFittingError("token_ids", f"goes on past a stop at {stops[0] if stops else kept - 1}")
+        if self.stopped is None and stops:
+            text += self._finish(EngineFinish("stop", token_ids[-1]))
+        elif self.stopped is None and kept == self._job.max_tokens:
+            text += self._finish(EngineFinish("length", None))
+        is_told = self.stopped is not None and self._wants_logprobs
+        delta = Delta(stopped=self.stopped, cumulative_logprob=cumulative_logprob if is_told else None)
+        if self._reader is None:
+            return delta._replace(text=_untold(text, text_bytes))
+        return self._told(delta, _untold_parts(self._read_again(text, self._reader), text_bytes), self._reader)
+
+    def _read_again(self, text: str, reader: OutputReader) -> Iterator[Parts]:
+        """What each character makes known: wherever a stream was cut, it was between two of these."""
+        yield from map(reader.push, text)
+        if self.stopped is not None:
+            yield reader.finish()
 
     def _read(self, token_ids: tuple[int, ...]) -> tuple[str, int]:
         """(text that may be sent, how many of the ids are kept)."""
@@ -151,6 +195,30 @@ class Choice:
                         "BAD_LOGPROBS",
                         f"the engine sent id {token_id} as an alternative, the vocabulary has {self._vocab_size}",
                     )
+
+
+def _untold(text: str, text_bytes: int) -> str:
+    data = text.encode()
+    if text_bytes > len(data):
+        raise NotFittingError("text_bytes", f"is {text_bytes}, the ids have {len(data)} bytes of text")
+    try:
+        return data[text_bytes:].decode()
+    except UnicodeDecodeError:
+        raise NotFittingError("text_bytes", f"is {text_bytes}, in the middle of a character") from None
+
+
+def _untold_parts(found: Iterator[Parts], text_bytes: int) -> list[Parts]:
+    told, untold = 0, []
+    for parts in found:
+        if told == text_bytes:
+            untold.append(parts)
+            continue
+        told += parts.num_bytes
+        if told > text_bytes:
+            raise NotFittingError("text_bytes", f"is {text_bytes}, in the middle of what was sent at once")
+    if told < text_bytes:
+        raise NotFittingError("text_bytes", f"is {text_bytes}, the ids have {told} bytes of text, reasoning and calls")
+    return untold
 
 
 def _broken(reason: str, message: str) -> RequestError:

@@ -9,7 +9,7 @@ from triptych.inference.v1 import inference_pb2
 from services.common.contract import GRAMMAR
 from services.common.errors import RequestError, invalid, unserved
 from services.common.grammar import Grammar
-from services.frontend import tool_grammar
+from services.frontend import resume, tool_grammar
 from services.frontend.chat_door import read_chat
 from services.frontend.conversation import Conversation
 from services.frontend.grammar_check import GrammarCheck
@@ -126,7 +126,7 @@ class Intake:
             if GRAMMAR not in facts.features:
                 raise unserved(f"{path}options.grammar", "is not served by this engine")
             await self._grammars.check(options.grammar, f"{path}options.grammar")
-        return options
+        return resume.read(message, options, facts, f"{path}options")
 
     def _job(
         self, prompt_ids: tuple[int, ...], options: Options, facts: EngineFacts, *, prompt_field: str, path: str
@@ -138,6 +138,7 @@ class Intake:
             prompt_field=prompt_field,
             path=f"{path}options",
         )
+        resume.check_lengths(options, max_tokens, f"{path}options")
         self._check_scored(options, len(prompt_ids), path)
         if self._model.tokenizer.vocab_size > facts.vocab_size:
             check_ids(prompt_ids, facts.vocab_size, prompt_field)

@@ -9,20 +9,36 @@ from services.common import collector, config, logs
 from services.common.startup import Startup
 from services.frontend.config import FrontendConfig
 from services.frontend.server import Frontend
+from services.frontend.workers import Workers
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serves until SIGTERM. Raises StartError."""
+    """Serves until SIGTERM, with as many processes as it is told. Raises StartError."""
+    settings = config.load(FrontendConfig, argv)
+    if settings.workers == 1:
+        return serve_one(argv)
+    logs.setup(settings.service, settings.log_level)
+    return asyncio.run(_serve_many(settings, argv))
+
+
+def serve_one(argv: Sequence[str], *, shared_port: int | None = None) -> int:
+    """Serves in this process, until SIGTERM; on a port that others share, where that is given. Raises StartError."""
     startup = Startup()
     startup.done("imports")
     settings = config.load(FrontendConfig, argv)
     logs.setup(settings.service, settings.log_level)
-    asyncio.run(_serve(settings, startup))
+    if shared_port is not None:
+        settings = settings.model_copy(update={"port": shared_port})
+    asyncio.run(_serve(settings, startup, shares_port=shared_port is not None))
     return 0
 
 
-async def _serve(settings: FrontendConfig, startup: Startup) -> None:
-    frontend = Frontend(settings, startup)
+async def _serve_many(settings: FrontendConfig, argv: Sequence[str]) -> int:
+    return await Workers(settings, argv).run()
+
+
+async def _serve(settings: FrontendConfig, startup: Startup, *, shares_port: bool) -> None:
+    frontend = Frontend(settings, startup, shares_port=shares_port)
     await frontend.start()
     startup.done("tokenizer and template")
     collector.settle()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from services.common.grammar import Grammar
@@ -34,6 +35,17 @@ class Hold:
 
     tokens: int = 0
     interval_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Received:
+    """What had arrived of a choice when its stream broke; `place` is its entry in the request, for errors."""
+
+    place: int
+    token_ids: tuple[int, ...]
+    text_bytes: int
+    is_finished: bool
+    cumulative_logprob: float
 
 
 @dataclass(frozen=True)
@@ -70,6 +82,9 @@ class Options:
     def engine_logprobs(self) -> int | None:
         """Alternatives to each id that the engine is asked for; choices that compete need their ids' own."""
         return 0 if self.logprobs is None and self.best_of is not None else self.logprobs
+
+    received: Mapping[int, Received] = field(default_factory=dict)
+    """By choice, of a stream that is resumed; empty: all choices start."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +157,8 @@ class Limits:
     min_priority: int
     min_delta_tokens: int
     min_delta_interval_ms: int
+    unread_tokens: int
+    slow_reader_s: float
 
     def named(self, engine: EngineFacts) -> dict[str, int]:
         """By configuration key; choices and logprobs no more than the engine takes."""
@@ -167,6 +184,7 @@ class Limits:
             "max_grammar_bytes": self.grammar_bytes,
             "max_min_delta_tokens": self.min_delta_tokens,
             "max_min_delta_interval_ms": self.min_delta_interval_ms,
+            "max_unread_tokens": self.unread_tokens,
         }
 
 

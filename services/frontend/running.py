@@ -63,12 +63,16 @@ class Runner:
         """Returns when every choice has stopped. Raises what has ended it before, once all that came is sent."""
         if job.options.prompt_logprobs is not None and len(job.prompt_ids) == 1:
             await tell(NOTHING_TO_SCORE)
-        if job.asks_engine:
-            request = self._engine.submit(await _submission(job, call), answer)
+        if not job.asks_engine:
+            if deltas := answer.nothing():
+                await send(deltas)
+        elif not answer.running:
+            while not answer.done:
+                await send(await answer.take())
+        else:
+            request = self._engine.submit(await _submission(job, answer.running, call), answer)
             submitted(request)
             await _deliver(job, answer, request, call, send, tell)
-        else:
-            await send(answer.nothing())
         log.debug(
             "request %s (label %r): %d prompt tokens, %d output tokens, stopped by %s",
             call.request_id,
@@ -100,7 +104,7 @@ async def _deliver(job: Job, answer: Answer, request: EngineRequest, call: Call,
         answer.close()
 
 
-async def _submission(job: Job, call: Call) -> Submission:
+async def _submission(job: Job, running: tuple[int, ...], call: Call) -> Submission:
     digests = await block_digests(job, call.tenant)
     remaining_s: float | None = call.context.time_remaining()
     if remaining_s is not None and remaining_s <= 0:
@@ -126,4 +130,13 @@ async def _submission(job: Job, call: Call) -> Submission:
         digests=digests,
         traceparent=trace.traceparent,
         tracestate=trace.tracestate,
+        resumed=_resumed(job, running),
     )
+
+
+def _resumed(job: Job, running: tuple[int, ...]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """The choices that are still to run, and their ids so far; nothing where all start."""
+    received = job.options.received
+    if not received:
+        return ()
+    return tuple((index, received[index].token_ids if index in received else ()) for index in running)

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 class Frontend:
     """One frontend process's worth of state. Raises StartError where it cannot be."""
 
-    def __init__(self, config: FrontendConfig, startup: Startup | None = None) -> None:
+    def __init__(self, config: FrontendConfig, startup: Startup | None = None, *, shares_port: bool = False) -> None:
         self._config = config
         self._startup = startup or Startup()
         self.model = served_model.load(
@@ -39,9 +39,11 @@ class Frontend:
             reasoning_format=config.reasoning_format,
         )
         self.engine = EngineClient(config.engine, self.model.tokenizer_hash)
-        self.grammars = GrammarCheck(self.model.path, sorted(self.model.eos_ids), config.grammar_budget())
+        self.grammars = GrammarCheck(self.model.folder, sorted(self.model.eos_ids), config.grammar_budget())
         self.calls = Calls()
-        self.server = Server(config.host, config.port, max_message_bytes=config.max_message_bytes)
+        self.server = Server(
+            config.host, config.port, max_message_bytes=config.max_message_bytes, shares_port=shares_port
+        )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
             InferenceService(self.model, self.engine, self.calls, self.grammars, config.limits()), self.server.grpc
         )

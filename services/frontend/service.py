@@ -12,7 +12,7 @@ from triptych.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from services.common.contract import GRAMMAR
 from services.common.errors import unavailable
-from services.frontend import responses, sizes
+from services.frontend import responses, resume, sizes
 from services.frontend.answer import Answer
 from services.frontend.calls import Calls
 from services.frontend.door import DOOR
@@ -20,6 +20,7 @@ from services.frontend.engine import Scores
 from services.frontend.engine_client import EngineClient
 from services.frontend.grammar_check import GrammarCheck
 from services.frontend.intake import Intake
+from services.frontend.patience import Patience
 from services.frontend.request import Delta, EngineFacts, Job, Limits
 from services.frontend.request_id import greet
 from services.frontend.responses import Fold
@@ -62,7 +63,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         def prepare(facts: EngineFacts) -> Awaitable[Job]:
             return self._intake.generate(request, facts)
 
-        await self._answer(request, prepare, inference_pb2.GenerateResponse, context, context.write)
+        await self._stream(request, prepare, inference_pb2.GenerateResponse, context)
 
     async def Chat(self, request: inference_pb2.ChatRequest, context: Context) -> None:  # type: ignore[override]
         """A conversation, answered."""
@@ -70,7 +71,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         def prepare(facts: EngineFacts) -> Awaitable[Job]:
             return self._intake.chat(request, facts)
 
-        await self._answer(request, prepare, inference_pb2.ChatResponse, context, context.write)
+        await self._stream(request, prepare, inference_pb2.ChatResponse, context)
 
     async def GenerateUnary(
         self, request: inference_pb2.GenerateUnaryRequest, context: Context
@@ -81,7 +82,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             return self._intake.generate(request.request, facts, "request.")
 
         fold = Fold(inference_pb2.GenerateResponse())
-        await self._answer(request, prepare, inference_pb2.GenerateResponse, context, fold.write)
+        await self._answer(request, prepare, inference_pb2.GenerateResponse, context, fold.write, "request.options")
         answer = inference_pb2.GenerateUnaryResponse(response=fold.result())
         sizes.check_answer(answer, self._limits, "use Generate, which streams it, or raise --max-message-bytes")
         return answer
@@ -95,7 +96,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             return self._intake.chat(request.request, facts, "request.")
 
         fold = Fold(inference_pb2.ChatResponse())
-        await self._answer(request, prepare, inference_pb2.ChatResponse, context, fold.write)
+        await self._answer(request, prepare, inference_pb2.ChatResponse, context, fold.write, "request.options")
         answer = inference_pb2.ChatUnaryResponse(response=fold.result())
         sizes.check_answer(answer, self._limits, "use Chat, which streams it, or raise --max-message-bytes")
         return answer
@@ -145,6 +146,14 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             DOOR.check(request)
             return inference_pb2.ListModelsResponse(models=[self._describe()])
 
+    async def _stream(self, request: Message, prepare: Prepare, response: type[R], context: Context) -> None:
+        """An answer to a client that has to take it as it comes."""
+        patience = Patience(context.write, self._limits.slow_reader_s)
+        try:
+            await self._answer(request, prepare, response, context, patience.write)
+        finally:
+            patience.close()
+
     async def _answer(
         self,
         request: Message,
@@ -152,6 +161,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         response: type[R],
         context: Context,
         write: Callable[[R], Awaitable[None]],
+        path: str = "options",
     ) -> None:
         """Prompt facts, deltas, usage: the one way every generation goes."""
         request_id = await greet(context)
@@ -160,7 +170,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             DOOR.check(request)
             call = Call(request_id, tenant_of(context), context)
             job = await prepare(self._engine.require())
-            answer = Answer(job, self._model.tokenizer)
+            begun = await resume.begin(job, self._model.tokenizer, path)
+            answer = Answer(job, self._model.tokenizer, self._limits.unread_tokens, begun)
 
             def send(deltas: list[tuple[int, Delta]]) -> Awaitable[None]:
                 return write(responses.choices(response(), deltas, self._model.tokenizer, raw=job.options.raw_bytes))

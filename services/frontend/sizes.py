@@ -42,6 +42,9 @@ def check_answer(answer: Message, limits: Limits, instead: str) -> None:
 
 
 def _check_prompt(request: Message, limits: Limits, path: str) -> None:
+    if isinstance(request, inference_pb2.GenerateRequest | inference_pb2.ChatRequest):
+        resumed = len(request.options.resume.choices)
+        at_most(resumed, limits.choices, "choices", f"{path}options.resume.choices", "max_choices")
     if isinstance(request, inference_pb2.ChatRequest):
         _check_chat(request, limits, path)
     elif isinstance(request, inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest):

@@ -49,6 +49,12 @@ class Parts:
     reasoning: str = ""
     calls: tuple[Call, ...] = ()
 
+    @property
+    def num_bytes(self) -> int:
+        """In UTF-8, of all that a client is told."""
+        told = [self.text, self.reasoning, *(part for call in self.calls for part in (call.name, call.arguments))]
+        return sum(len(part.encode()) for part in told)
+
 
 class Tape:
     """One choice's output on its way through a reader."""

@@ -49,8 +49,10 @@ _DOOR = Door(
                 "timeout_ms",
                 "traceparent",  # for the spans of tracing to come: a trace id is never a reason to refuse
                 "tracestate",
+                "resumed",
             }
         ),
+        "triptych.engine.v1.Submit.Resumed": frozenset({"choice", "token_ids"}),
         SAMPLING: SERVED_SAMPLING,
         **SERVED_GRAMMAR,
         "triptych.engine.v1.FrontendHello": frozenset(
@@ -128,7 +130,29 @@ def read_submit(
         digests=submit.block_digests,
         is_masked=submit.HasField("grammar"),
         is_stepwise=submit.grammar.forced_tokens,
+        resumed=_read_resumed(submit, vocab_size),
     )
+
+
+def _read_resumed(submit: engine_pb2.Submit, vocab_size: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """The choices to run, in order, each with the ids it has."""
+    found: dict[int, tuple[int, ...]] = {}
+    for i, resumed in enumerate(submit.resumed):
+        if resumed.choice >= submit.num_choices:
+            raise invalid(
+                f"resumed[{i}].choice", f"is {resumed.choice}; the request has the choices [0, {submit.num_choices})"
+            )
+        if resumed.choice in found:
+            raise invalid(f"resumed[{i}].choice", f"is {resumed.choice} for a second time")
+        ids = _ids(f"resumed[{i}].token_ids", resumed.token_ids, vocab_size)
+        if len(ids) >= submit.max_tokens:
+            raise invalid(
+                f"resumed[{i}].token_ids", f"has {len(ids)} ids, max_tokens is {submit.max_tokens}; it has ended"
+            )
+        found[resumed.choice] = tuple(ids.tolist())
+    if found and submit.HasField("prompt_logprobs"):
+        raise invalid("prompt_logprobs", "is for choices from their start; they came before the ids that are resumed")
+    return tuple(sorted(found.items()))
 
 
 def read_grammar(submit: engine_pb2.Submit, *, is_served: bool) -> Grammar | None:

@@ -21,7 +21,7 @@ from services.common.grammar import Grammar, GrammarError
 from services.common.grammar_compiler import Compiler
 from services.scheduler.core.request import RequestKey
 
-KEPT_GRAMMARS = 64
+KEPT_GRAMMARS = 32
 """A matcher at its start each, with what was found out about its language on the way."""
 
 MAX_WAITING = 1024

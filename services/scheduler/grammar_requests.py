@@ -7,7 +7,7 @@ from pathlib import Path
 
 from llguidance import LLMatcher
 
-from services.common.errors import RequestError
+from services.common.errors import RequestError, invalid
 from services.common.grammar import Grammar
 from services.scheduler.clock import now_ns
 from services.scheduler.core.request import Failure, RequestKey, Submission
@@ -15,7 +15,7 @@ from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.step import StepPlan, Updates
 from services.scheduler.executor_run import ExecutorRun
 from services.scheduler.grammar_compiling import GrammarCompiling
-from services.scheduler.grammar_state import Bans, GrammarState
+from services.scheduler.grammar_state import Bans, GrammarFailedError, GrammarState
 from services.scheduler.masking import Masking, Said
 
 Deliver = Callable[[Updates], None]
@@ -67,12 +67,14 @@ class GrammarRequests:
                 submitted(compiled)
                 return
             try:
+                states = _states(submission, grammar, compiled, vocab_size)
                 failure = self._accepting().submit(submission, now_ns())
-            except RequestError as error:  # of an engine that takes nothing any more
+            except RequestError as error:  # resumed ids that do not fit, or an engine that takes nothing any more
                 submitted(error)
                 return
             if failure is None:
-                self._admit(submission, grammar, compiled, vocab_size)
+                for key, (_, output), state in zip(submission.choice_keys(), submission.choices, states, strict=True):
+                    self.masking.admit(key, state, is_stepwise=grammar.forced_tokens, num_known=len(output))
             submitted(failure)
 
         self._compiling.submit(submission.key, grammar, proceed)
@@ -97,12 +99,6 @@ class GrammarRequests:
         self._compiling.close()
         self.masking.close()
 
-    def _admit(self, submission: Submission, grammar: Grammar, matcher: LLMatcher, vocab_size: int) -> None:
-        bans = Bans.of(submission.sampling, sorted(submission.stop_ids), submission.min_tokens, vocab_size)
-        for key in submission.choice_keys():
-            state = GrammarState(matcher.deep_copy(), vocab_size, bans, forces=grammar.forced_tokens)
-            self.masking.admit(key, state, is_stepwise=grammar.forced_tokens)
-
     def _settle(self, said: Said) -> int:
         """Forced ids that the core took."""
         core, taken = self._core(), 0
@@ -116,3 +112,17 @@ class GrammarRequests:
             kind, message = said.failure
             self._deliver(core.fail(said.key, kind, message))
         return taken
+
+
+def _states(submission: Submission, grammar: Grammar, matcher: LLMatcher, vocab_size: int) -> list[GrammarState]:
+    """One a choice that is to run, past the ids it has. Raises RequestError where the grammar does not allow these."""
+    bans = Bans.of(submission.sampling, sorted(submission.stop_ids), submission.min_tokens, vocab_size)
+    states = []
+    for choice, output in submission.choices:
+        state = GrammarState(matcher.deep_copy(), vocab_size, bans, forces=grammar.forced_tokens)
+        try:
+            state.take(output)
+        except GrammarFailedError as error:
+            raise invalid("resumed", f"choice {choice} has ids that its grammar does not allow: {error}") from None
+        states.append(state)
+    return states

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -106,12 +106,9 @@ class Masking:
         """A job is not done yet."""
         return self._num_open > 0
 
-    def admit(
-        self, key: RequestKey, state: GrammarState, *, is_stepwise: bool = False, output: Sequence[int] = ()
-    ) -> None:
-        """A choice that the core has taken, and the output that it has already. Raises GrammarFailedError."""
-        state.take(output)
-        self._entries[key] = _Entry(state, is_stepwise, len(output))
+    def admit(self, key: RequestKey, state: GrammarState, *, is_stepwise: bool = False, num_known: int = 0) -> None:
+        """A choice that the core has taken, with so many output ids that the state has taken."""
+        self._entries[key] = _Entry(state, is_stepwise, num_known)
         self.num_requests += 1
 
     def forget(self, key: RequestKey) -> None:
@@ -180,19 +177,24 @@ class Masking:
         self._jobs.put_nowait(_Job(run, step, works))
 
     async def _work(self, pool: ThreadPoolExecutor) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             job = await self._jobs.get()
-            begun_s = time.monotonic()
-            done = await loop.run_in_executor(pool, _do, job)
-            self.num_masks += len(done.masks)
-            self.mask_s += time.monotonic() - begun_s
-            if done.masks:
-                await self._send(job, done.masks)
-            for said in done.said:
-                self._tell(said)
+            try:
+                await self._finish(job, pool)
+            except Exception:  # a fault of ours in one job must not leave all later ones without masks
+                log.exception("masks of step %d failed", job.step)
             self._num_open -= 1
             self._changed()
+
+    async def _finish(self, job: _Job, pool: ThreadPoolExecutor) -> None:
+        begun_s = time.monotonic()
+        done = await asyncio.get_running_loop().run_in_executor(pool, _do, job)
+        self.num_masks += len(done.masks)
+        self.mask_s += time.monotonic() - begun_s
+        if done.masks:
+            await self._send(job, done.masks)
+        for said in done.said:
+            self._tell(said)
 
     async def _send(self, job: _Job, masks: list[executor_pb2.Mask]) -> None:
         try:

@@ -185,6 +185,7 @@ def submission_from_json(values: dict[str, Any]) -> Submission:
     read["prompt_ids"] = np.frombuffer(base64.b64decode(values["prompt_ids"]), dtype="<u4")
     read["stop_ids"] = frozenset(values["stop_ids"])
     read["more_seeds"] = tuple(values["more_seeds"])
+    read["resumed"] = tuple((choice, tuple(ids)) for choice, ids in values.get("resumed", ()))
     read["root_digest"], read["digests"] = (base64.b64decode(values[name]) for name in ("root_digest", "digests"))
     if values["sampling"] is not None:
         read["sampling"] = generation_pb2.Sampling.FromString(base64.b64decode(values["sampling"]))

@@ -89,12 +89,14 @@ async def test_X1_what_does_not_compile_is_refused_by_name_on_every_call(served:
 
 
 async def test_X1_a_grammar_over_its_budget_touches_nobody_else(model: Path) -> None:
-    """Compiling takes a second; meanwhile requests without a grammar are answered, and so are known grammars."""
-    async with serving(model, scripted([50, 51, EOS_ID]), grammar_compile_s=0.2) as served:
+    """Compiling takes seconds; meanwhile requests without a grammar are answered, and so are known grammars."""
+    async with serving(
+        model, scripted([50, 51, EOS_ID]), grammar_compile_s=1.5, grammar_compile_bytes=2 << 30
+    ) as served:
         known = by_ids([10], Options(grammar=Grammar(choices=Grammar.Choices(values=["yes"]))))
         await generate(served.channel, known)
         slow = asyncio.create_task(
-            refused(generate(served.channel, by_ids([10], Options(grammar=Grammar(regex="a{1000000}")))))
+            refused(generate(served.channel, by_ids([10], Options(grammar=Grammar(regex="((a{1000}){1000}){4}")))))
         )
         await asyncio.sleep(0.02)
         for _ in range(5):

@@ -229,6 +229,7 @@ def test_S8_nothing_is_allocated_for_a_chat_or_a_list_of_ids_over_its_limit() ->
     for request in (
         Chat(messages=[empty] * 10**5),
         Chat(messages=[crowded]),
+        Chat(options=Options(resume=inference_pb2.Resume(choices=[inference_pb2.Resume.Received()] * 10**5))),
         inference_pb2.DetokenizeRequest(token_ids=[1] * 10**6),
     ):
         assert peak_bytes(lambda request=request: sizes.check(request, limits)) < 64 * 1024

@@ -199,6 +199,15 @@ async def test_what_a_child_writes_is_shown_line_by_line_to_the_last() -> None:
     assert "unknown command 'nonsense'" in shown[0][1]
 
 
+async def test_the_first_exit_may_be_of_a_child_that_is_started_later() -> None:
+    processes = Processes(lambda name, line: None)
+    first = asyncio.create_task(processes.first_exit())
+    await asyncio.sleep(0)
+    await processes.start(Command("nonsense", (), 5))
+    assert await asyncio.wait_for(first, 30) == ("nonsense", 2)
+    await processes.stop(["nonsense"])
+
+
 async def test_a_child_that_does_not_end_is_killed_after_the_time_that_it_is_given() -> None:
     processes = Processes(lambda name, line: None)
     await processes.start(Command("nonsense", (), 1000))

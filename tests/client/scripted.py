@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -22,6 +23,8 @@ class Scripted(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(self) -> None:
         self.messages: list[Any] = []
         self.error: RequestError | None = None
+        self.breaks: deque[tuple[int, RequestError]] = deque()
+        """Of the next streams: each ends after so many messages, with that; a unary call at once."""
         self.hang = False
         self.answer: Any = None
         self.requests: list[Any] = []
@@ -63,9 +66,12 @@ class Scripted(inference_pb2_grpc.InferenceServiceServicer):
 
     async def _stream(self, request: Any, context: Any) -> AsyncIterator[Any]:
         await self._note(request, context)
+        count, broken = self.breaks.popleft() if self.breaks else (len(self.messages), None)
         try:
-            for message in self.messages:
+            for message in self.messages[:count]:
                 yield message
+            if broken is not None:
+                raise broken
             if self.hang:
                 await asyncio.Event().wait()
         except asyncio.CancelledError:
@@ -76,6 +82,8 @@ class Scripted(inference_pb2_grpc.InferenceServiceServicer):
 
     async def _unary(self, request: Any, context: Any) -> Any:
         await self._note(request, context)
+        if self.breaks:
+            raise self.breaks.popleft()[1]
         if self.error is not None:
             raise self.error
         return self.answer

@@ -22,7 +22,7 @@ USAGE = pb.Usage(prompt_tokens=3, completion_tokens=4)
 
 @pytest.fixture
 async def served() -> AsyncIterator[tuple[Scripted, Client]]:
-    async with scripted_server() as (scripted, address), Client(address) as client:
+    async with scripted_server() as (scripted, address), Client(address, retry=None) as client:
         yield scripted, client
 
 

@@ -20,7 +20,17 @@ from tests.client.test_client import _whole_stream
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
     path.relative_to(ROOT)
-    for folder in (".", "docs", "proto", "clients/python", "clients/node", "clients/go")
+    for folder in (
+        ".",
+        "docs",
+        "docs/api",
+        "proto",
+        "clients/python",
+        "clients/node",
+        "clients/go",
+        "clients/java",
+        "clients/cpp",
+    )
     for path in (ROOT / folder).glob("*.md")
 )
 README = (ROOT / "README.md").read_text()

@@ -38,7 +38,22 @@ def go() -> list[str]:
     return [str(CLIENTS / "go" / "build" / "chat")]
 
 
-@pytest.mark.parametrize("language", ["node", "go"])
+@pytest.fixture(scope="module")
+def java() -> list[str]:
+    _run(["./build.sh"], CLIENTS / "java")
+    return [str(CLIENTS / "java" / "chat")]
+
+
+@pytest.fixture(scope="module")
+def cpp() -> list[str]:
+    _run(["./build.sh"], CLIENTS / "cpp")
+    return [str(CLIENTS / "cpp" / "build" / "chat")]
+
+
+LANGUAGES = pytest.mark.parametrize("language", ["node", "go", "java", "cpp"])
+
+
+@LANGUAGES
 async def test_a_program_streams_what_the_python_client_streams(
     language: str, cluster: Cluster, request: pytest.FixtureRequest
 ) -> None:
@@ -51,10 +66,10 @@ async def test_a_program_streams_what_the_python_client_streams(
     assert ended.stdout == shown.encode()
 
 
-@pytest.mark.parametrize("language", ["node", "go"])
+@LANGUAGES
 def test_a_program_tells_the_status_of_a_call_that_fails(language: str, request: pytest.FixtureRequest) -> None:
     program: list[str] = request.getfixturevalue(language)
-    ended = subprocess.run([*program, "127.0.0.1:9", QUESTION], capture_output=True, timeout=60)
+    ended = subprocess.run([*program, "127.0.0.1:9", QUESTION], capture_output=True, timeout=120)
     assert ended.returncode == 1
     assert ended.stderr.lower().startswith(b"chat: unavailable: ")
 

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+from triptych.engine.v1 import engine_pb2
 from triptych.inference.v1 import generation_pb2
 
 from services.common.digests import prompt_digests, root_digest
 from services.common.philox import derived_seed
 from tests.executor.mini_scheduler import serve
-from tests.support.attached import Frontend, Port, Told, finished, scheduler_for, until, until_idle
+from tests.support.attached import Frontend, Port, Told, finished, ids_column, scheduler_for, until, until_idle
 
 NEW_TOKENS = 32
 SAMPLING = generation_pb2.Sampling(temperature=1.0, top_k=-1, repetition_penalty=1.2, frequency_penalty=0.3)
@@ -130,3 +132,42 @@ async def test_S5_three_choices_are_three_requests_with_the_derived_seeds(tiny: 
             await until(lambda choices=choices: len(choices) == 3)
             await finished(*choices.values())
             assert ids([choices[100 + choice] for choice in range(3)]) == expected
+
+
+@pytest.mark.parametrize("config", [PLAIN, FULL])
+async def test_a_request_resumed_at_any_position_receives_what_the_unbroken_one_would(
+    tiny: Path, config: dict[str, Any]
+) -> None:
+    prompt = prompts()[3]
+    async with rigged(tiny, **config) as rig:
+        unbroken = await rig.submit(prompt, 5)
+        await finished(unbroken)
+        (expected,) = ids([unbroken])
+        cuts = (0, 1, 2, 12, 15, 16, 30, 31)
+        told = [await rig.submit(prompt, 5, resumed=[resumed(0, expected[:cut])]) for cut in cuts]
+        await finished(*told)
+        assert [expected[:cut] + each.ids for cut, each in zip(cuts, told, strict=True)] == [expected] * len(cuts)
+        assert all(each.started for each in told)
+        await until_idle(rig.server)
+
+
+async def test_choices_are_resumed_each_with_its_own_noise_and_those_that_had_ended_are_not_run(tiny: Path) -> None:
+    prompt = prompts()[3]
+    async with rigged(tiny, **FULL) as rig:
+        await rig.submit(prompt, 77, request_id=100, num_choices=3)
+        choices = rig.frontend.told
+        await until(lambda: len(choices) == 3)
+        await finished(*choices.values())
+        expected = ids([choices[100 + choice] for choice in range(3)])
+        cut = {0: expected[0][:20], 2: []}
+        await rig.submit(
+            prompt, 77, request_id=200, num_choices=3, resumed=[resumed(choice, had) for choice, had in cut.items()]
+        )
+        await until(lambda: 202 in choices)
+        await finished(choices[200], choices[202])
+        assert [cut[choice] + choices[200 + choice].ids for choice in cut] == [expected[0], expected[2]]
+        assert 201 not in choices
+
+
+def resumed(choice: int, received: list[int]) -> engine_pb2.Submit.Resumed:
+    return engine_pb2.Submit.Resumed(choice=choice, token_ids=ids_column(received))

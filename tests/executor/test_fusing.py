@@ -67,7 +67,9 @@ WIDTH, HEADS, KV_HEADS, DIM = 32, 4, 2, 16
 class Attention(torch.nn.Module):
     """Llama's, written out, with parts in which families differ."""
 
-    def __init__(self, *, side_by_side: bool = False, late_norm: bool = False, bias: bool = False) -> None:
+    def __init__(
+        self, *, side_by_side: bool = False, late_norm: bool = False, bias: bool = False, layer: int = 0
+    ) -> None:
         super().__init__()
         for name, inputs, outputs in (
             ("q_proj", WIDTH, HEADS * DIM),
@@ -81,7 +83,7 @@ class Attention(torch.nn.Module):
         if late_norm:
             self.q_norm, self.k_norm = (torch.nn.RMSNorm(DIM, eps=1e-5, elementwise_affine=True) for _ in range(2))
         self.head_dim = DIM
-        self.layer_idx = 0
+        self.layer_idx = layer
         self._side_by_side = side_by_side
 
     def forward(self, hidden_states: torch.Tensor, position_embeddings: Any, attention_mask: None, attention_step: Any):  # type: ignore[no-untyped-def]
@@ -92,7 +94,7 @@ class Attention(torch.nn.Module):
         if hasattr(self, "q_norm"):
             q, k = self.q_norm(q), self.k_norm(k)  # after the rotation, unlike any family
         out = torch.empty(len(x), HEADS, DIM)
-        attention_step.attend(0, torch.cat([q, k, v], dim=1), None, Scores(0.3, 2, 5.0), out)
+        attention_step.attend(0, torch.cat([q, k, v], dim=1), None, Scores(0.3, 2 + self.layer_idx, 5.0), out)
         return self.get_submodule("o_proj")(out.view(1, len(x), -1)), None
 
     def _turned(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -174,3 +176,26 @@ def test_what_is_found_of_one_module_holds_for_those_with_the_same_settings_alon
     model = torch.nn.ModuleDict({str(i): ScaledRMSNorm(factor) for i, factor in enumerate(factors)})
     assert fusing.install(model) == {"ScaledRMSNorm": 2}
     assert [isinstance(module, fusing.FusedNorm) for module in model.values()] == [True, False, True]
+
+
+@pytest.fixture
+def probed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The classes of the modules that were compared with a replacement."""
+    found: list[str] = []
+    agree = fusing._agree
+    monkeypatch.setattr(
+        fusing, "_agree", lambda original, *others: (found.append(type(original).__name__), agree(original, *others))[1]
+    )
+    return found
+
+
+def test_layers_that_differ_in_their_number_alone_are_compared_once(tmp_path: Path, probed: list[str]) -> None:
+    loader.load(tiny_model(tmp_path, "llama"), torch.float32, lambda progress: None)
+    assert sorted(probed) == ["LlamaAttention", "LlamaDecoderLayer", "LlamaMLP", "LlamaRMSNorm"]
+
+
+def test_attentions_that_ask_for_other_scores_by_their_number_are_compared_each(probed: list[str]) -> None:
+    model = torch.nn.ModuleDict({str(i): Attention(layer=i) for i in (0, 1)}).requires_grad_(False)
+    fusing.install(model)
+    assert probed == ["Attention"] * 2
+    assert [attention.scores.window_tokens for attention in model.values()] == [2, 3]

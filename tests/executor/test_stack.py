@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,6 +67,7 @@ class Decodes:
         self.tables = 1 + np.random.default_rng(1).permutation(rows * ROW_BLOCKS).astype(np.int32).reshape(rows, -1)
         self.lengths = np.resize(LENGTHS, rows)
         self.ids = np.random.default_rng(2).integers(3, 512, int(self.lengths.sum()))
+        self.following = np.random.default_rng(3).integers(3, 512, (2, rows))
         self.step(self.ids, self.lengths, self.lengths)
 
     def step(self, tokens: np.ndarray, counts: np.ndarray, contexts: np.ndarray) -> np.ndarray:
@@ -74,9 +76,8 @@ class Decodes:
 
     def decode(self, steps: int = 2) -> np.ndarray:
         """Logits of each of some steps; the same ids go in whatever comes out."""
-        rows = len(self.lengths)
-        one = np.ones(rows, np.int64)
-        return np.stack([self.step(self.ids[i : i + rows], one, self.lengths + 1 + i) for i in range(steps)])
+        one = np.ones(len(self.lengths), np.int64)
+        return np.stack([self.step(self.following[i], one, self.lengths + 1 + i) for i in range(steps)])
 
 
 def check(monkeypatch: pytest.MonkeyPatch, decodes: Decodes) -> None:
@@ -122,8 +123,29 @@ def test_one_thread_alone_gives_the_same_bits_as_all(tmp_path: Path, monkeypatch
 def test_a_rows_bits_do_not_depend_on_its_neighbours(tmp_path: Path) -> None:
     decodes = Decodes(tiny_model(tmp_path, "llama"), 7)
     together = decodes.decode(1)[0]
-    decodes.tables, decodes.lengths, decodes.ids = decodes.tables[3:4], decodes.lengths[3:4], decodes.ids[3:]
+    decodes.tables, decodes.lengths, decodes.following = (
+        decodes.tables[3:4],
+        decodes.lengths[3:4],
+        decodes.following[:, 3:4],
+    )
     assert decodes.decode(1)[0].tobytes() == together[3:4].tobytes()
+
+
+def test_steady_steps_compute_in_the_same_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[int]] = []
+    run = decode.run
+
+    def watched(x: np.ndarray, weights: decode.Weights, *others: Any) -> None:
+        buffers = next(one for one in others if isinstance(one, decode.Buffers))
+        seen.append([one.ctypes.data for one in buffers])
+        run(x, weights, *others)
+
+    monkeypatch.setattr(decode, "run", watched)
+    decodes = Decodes(tiny_model(tmp_path, "llama"), 3)
+    decodes.decode()
+    assert len(seen) == 2 and seen[0] == seen[1]
+    cache = decodes.runner._allocated()
+    assert cache.queries(65).ctypes.data == cache.queries(3).ctypes.data, "layer by layer there is one, too"
 
 
 def test_nan_stays_in_its_row(tmp_path: Path) -> None:

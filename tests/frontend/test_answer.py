@@ -44,6 +44,32 @@ async def test_outputs_of_a_slow_reader_are_joined_and_come_before_its_error(tex
             await made.take()
 
 
+async def test_more_than_may_wait_for_a_client_ends_the_request_and_frees_the_engine(
+    text: tokenizer.TextTokenizer,
+) -> None:
+    options = Options(Sampling(), seed=1, n=2)
+    job = Job((10,), options, 100, frozenset({2}), EngineFacts("e", "m", "f", VOCAB_SIZE, 1024))
+    made = Answer(job, text, max_unread=4)
+    made.put(0, Outputs((50, 51)))
+    made.put(1, Outputs((60, 61)))
+    assert not made.put(0, Outputs((52,)))  # one more than may wait
+    assert made.put(0, Outputs((53,))) and made.put(1, Outputs((62,))), "the engine is told, choice by choice"
+    assert ids(await made.take()) == [(0, (50, 51, 52)), (1, (60, 61))]
+    with pytest.raises(RequestError, match=r"more than 4 ids.*max_unread_tokens"):
+        await made.take()
+
+
+async def test_what_a_client_wants_held_back_is_not_counted_against_it(text: tokenizer.TextTokenizer) -> None:
+    options = Options(Sampling(), seed=1, hold=Hold(tokens=50))
+    job = Job((10,), options, 100, frozenset({2}), EngineFacts("e", "m", "f", VOCAB_SIZE, 1024))
+    made = Answer(job, text, max_unread=4)
+    reading = asyncio.create_task(made.take())
+    await asyncio.sleep(0)
+    for token_id in range(10, 60):
+        made.put(0, Outputs((token_id,)))
+    assert ids(await reading) == [(0, tuple(range(10, 60)))]
+
+
 async def test_a_choice_ends_by_the_engine_or_before_it(text: tokenizer.TextTokenizer) -> None:
     made = answer(text, n=2, stop=(text.decode([51], skip_special_tokens=True),))
     assert not made.put(0, Outputs((50, 2), finish=EngineFinish("stop", 2)))

@@ -207,6 +207,21 @@ def test_whole_numbers_of_template_args_are_integers(tmp_path: Path) -> None:
     assert written == '[1, 1.5, [true, null], {"e": "f"}]x'
 
 
+def test_variables_with_a_default_in_the_template_can_be_set_and_tools_cannot(tmp_path: Path) -> None:
+    """As Llama 3.1's: https://github.com/vllm-project/vllm/blob/main/examples/tool_chat_template_llama3.1_json.jinja."""
+    template = (
+        "{% if custom_tools is defined %}{% set tools = custom_tools %}{% endif %}{% if not date_string is defined %}"
+        "{% set date_string = 'today' %}{% endif %}{% if not tools is defined %}{% set tools = none %}{% endif %}"
+        "{{ date_string }}{{ tools | tojson }}"
+    )
+    llama = served_model.load(str(text_checkpoint(tmp_path / "m", chat_template=template)), None)
+    assert llama.chat.takes_tools
+    assert prompt(llama, Chat(messages=[asked()])) == "todaynull"
+    assert prompt(llama, Chat(messages=[asked()], template_args={"date_string": "then"})) == "thennull"
+    with pytest.raises(RequestError, match=r"custom_tools.*other fields"):
+        prompt(llama, Chat(messages=[asked()], template_args={"custom_tools": [1]}))
+
+
 def test_arguments_are_text_where_a_template_joins_them(tmp_path: Path) -> None:
     """As DeepSeek V3's does: https://huggingface.co/deepseek-ai/DeepSeek-V3-0324/blob/main/tokenizer_config.json."""
     template = (

@@ -37,6 +37,9 @@ from tests.support.checkpoints import EOS_ID
 Options = inference_pb2.Options
 Sampling = generation_pb2.Sampling
 
+SMALL_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)]
+"""Of a client that is to feel at once that it does not read."""
+
 
 @pytest.fixture
 async def served(text_model: Path) -> AsyncIterator[Served]:
@@ -55,7 +58,6 @@ async def failure(call: Any) -> grpc.aio.AioRpcError:
     ("options", "field"),
     [
         (Options(adapter="a"), "options.adapter"),
-        (Options(resume=inference_pb2.Resume(seed=1)), "options.resume"),
     ],
 )
 async def test_options_that_are_not_served_are_refused_by_name(served: Served, options: Options, field: str) -> None:
@@ -380,12 +382,11 @@ async def test_without_an_engine_text_is_served_and_generation_is_not(text_model
 
 
 async def test_a_slow_client_gets_fewer_and_larger_deltas(text_model: Path) -> None:
-    small_window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)]
     # Paced, so that the frontend has read what the engine has sent.
     engine = scripted([50, 51], context_tokens=20_000, ids_per_step=4, step_s=0.001)
     async with serving(text_model, engine) as served:
         address = f"127.0.0.1:{served.frontend.server.port}"
-        async with grpc.aio.insecure_channel(address, options=small_window) as channel:
+        async with grpc.aio.insecure_channel(address, options=SMALL_WINDOW) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
             stream = stub.Generate(by_ids([10], greedy(max_tokens=6_000, logprobs=0)))
             assert (await stream.read()).HasField("prompt")
@@ -409,6 +410,49 @@ async def test_a_cancel_by_a_client_that_does_not_read_frees_the_engine(text_mod
         stream.cancel()
         await served.engine.wait_until(lambda engine: len(engine.aborts) == 1 and engine.num_running == 0, 5)
         await asyncio.wait_for(served.frontend.drain(), 5)
+
+
+async def test_a_client_that_reads_nothing_for_too_long_is_left(text_model: Path) -> None:
+    async with (
+        serving(text_model, scripted([50], context_tokens=2**30), slow_reader_s=0.5) as served,
+        grpc.aio.insecure_channel(f"127.0.0.1:{served.frontend.server.port}", options=SMALL_WINDOW) as channel,
+    ):
+        stream = inference_pb2_grpc.InferenceServiceStub(channel).Generate(by_ids([10], greedy(logprobs=0)))
+        await stream.read()
+        await served.engine.wait_until(lambda engine: len(engine.aborts) == 1 and engine.num_running == 0, 10)
+        await asyncio.wait_for(served.frontend.drain(), 5)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:  # once it reads on
+            while await stream.read() is not grpc.aio.EOF:
+                pass
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and reason(caught.value) == "SLOW_READER"
+    assert "took nothing for 0.5 s" in (caught.value.details() or "")
+
+
+async def test_a_client_that_falls_too_far_behind_is_left_after_what_fits(text_model: Path) -> None:
+    engine = scripted([50], context_tokens=2**30, ids_per_step=64)
+    async with (
+        serving(text_model, engine, max_unread_tokens=3_000) as served,
+        grpc.aio.insecure_channel(f"127.0.0.1:{served.frontend.server.port}", options=SMALL_WINDOW) as channel,
+    ):
+        stream = inference_pb2_grpc.InferenceServiceStub(channel).Generate(by_ids([10], greedy(logprobs=0)))
+        await stream.read()
+        await served.engine.wait_until(lambda engine: len(engine.aborts) == 1 and engine.num_running == 0, 10)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            while await stream.read() is not grpc.aio.EOF:
+                pass
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and reason(caught.value) == "SLOW_READER"
+    assert "more than 3000 ids" in (caught.value.details() or "")
+
+
+async def test_a_client_that_pauses_for_less_than_that_loses_nothing(text_model: Path) -> None:
+    async with serving(text_model, scripted([50]), slow_reader_s=0.5) as served:
+        stream = served.stub.Generate(by_ids([10], greedy(max_tokens=900, logprobs=0)))
+        ids: list[int] = []
+        while (message := await stream.read()) is not grpc.aio.EOF:
+            ids += [token_id for choice in message.choices for token_id in choice.token_ids]
+            if len(ids) in (1, 2):
+                await asyncio.sleep(0.3)
+    assert ids == [50] * 900
 
 
 @pytest.mark.parametrize("turns", range(6))

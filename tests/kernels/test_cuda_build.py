@@ -18,6 +18,8 @@ from tests.kernels import register_ceilings
 
 CEILINGS: dict[str, dict[str, int]] = json.loads(register_ceilings.PATH.read_text())
 """Registers by compiler version, then "sm_NN name"."""
+REGISTERS = 65_536
+"""Of a multiprocessor; a block's threads share them, in portions of 8 (CUDA C++ Programming Guide)."""
 MOST_SPILLED_BYTES = 64
 """Of heads of 256; all others spill nothing."""
 
@@ -25,12 +27,16 @@ MOST_SPILLED_BYTES = 64
 def check(wanted: Iterable[Instance], capability: int) -> None:
     """Compiles, and compares with the ceilings and the architecture's limits."""
     wanted, ceilings = list(wanted), CEILINGS[nvrtc.version()]
+    threads = {instance.name: instance.threads for instance in wanted}
     for instance in wanted:
         assert instance.shared_bytes <= ARCHITECTURES[capability].most_shared_bytes, instance
     for source, names in register_ceilings.by_source(wanted).items():
         for name, found in build.compile_cubin(source, names, capability).resources.items():
             allowed = MOST_SPILLED_BYTES if ", 256, " in name else 0
             assert max(found.stack_bytes, found.spill_bytes) <= allowed, f"sm_{capability} {name} spills: {found}"
+            assert -(-found.registers // 8) * 8 * threads[name] <= REGISTERS, (
+                f"sm_{capability} {name} cannot be launched"
+            )
             assert found.registers <= ceilings.get(f"sm_{capability} {name}", 255), f"sm_{capability} {name}: {found}"
 
 

@@ -23,6 +23,7 @@ from tests.kernels.paged import batch
 from tests.kernels.test_cuda_build import fake_package
 
 
+@pytest.mark.timeout(300)
 def test_a_dry_run_finds_nothing_wrong_and_says_what_it_left_out(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -99,4 +99,4 @@ async def test_a_process_that_cannot_start_is_one_clear_error() -> None:
     process = [sys.executable, "-c", "raise SystemExit('no such thing')"]
     async with peer_process.running(process, {}, pipe=False) as one:
         with pytest.raises(StartError, match=r"(?s)the thing ended while starting.*no such thing"):
-            await pipeline._ready(f"127.0.0.1:{peer_process.free_port()}", {"thing": one}, pipeline._generates)
+            await pipeline.ready(f"127.0.0.1:{peer_process.free_port()}", {"thing": one}, pipeline.generates)

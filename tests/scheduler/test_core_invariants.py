@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -78,6 +79,7 @@ class CoreMachine(RuleBasedStateMachine):
         common=st.booleans(),
         scored=st.sampled_from([None, None, 0]),
         grammar=st.sampled_from(["", "", "masked", "stepwise"]),
+        resumed=st.lists(st.integers(0, 60), max_size=3),
     )
     def submit(
         self,
@@ -92,6 +94,7 @@ class CoreMachine(RuleBasedStateMachine):
         common: bool,
         scored: int | None = None,
         grammar: str = "",
+        resumed: Sequence[int] = (),
     ) -> None:
         driver = self.driver
         pool_tokens = driver.limits.pool_tokens
@@ -100,6 +103,11 @@ class CoreMachine(RuleBasedStateMachine):
         max_tokens = least + wish[1] % (pool_tokens - prompt + 2)  # one more than fits, sometimes
         deadline_ns = None if timeout_ms is None else driver.now_ns + timeout_ms * MS
         waiting = driver.core.num_waiting
+        received: dict[int, int] = {}
+        if resumed and scored is None:
+            received = {choice: length % max_tokens for choice, length in enumerate(resumed)}
+            choices = len(resumed)
+            stops = frozenset()  # what was received of it does not hold one
         key = driver.submit(
             [i % 23 for i in range(prompt)] if common else prompt,
             max_tokens=max_tokens,
@@ -113,6 +121,7 @@ class CoreMachine(RuleBasedStateMachine):
             prompt_logprobs=scored,
             is_masked=grammar != "",
             is_stepwise=grammar == "stepwise",
+            received=received,
         )
         failure = driver.seen[key].failure
         if choices > driver.limits.max_slots + math.ceil(driver.limits.tenant_share * driver.limits.max_waiting):

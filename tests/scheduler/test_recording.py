@@ -40,14 +40,22 @@ def recorded_run(path: Path, steps: int = 300) -> CoreDriver:
     for _ in range(steps):
         event = rng.random()
         if event < 0.5:
+            grammar = rng.choice(["", "masked", "stepwise"])
             driver.submit(
                 rng.randint(1, 10),
+                is_masked=grammar != "",
+                is_stepwise=grammar == "stepwise",
                 choices=rng.choice([1, 2]),
                 prompt_logprobs=rng.choice([None, 0]),
                 deadline_ns=driver.now_ns + rng.randrange(40) * MS if rng.random() < 0.2 else None,
             )
         if event > 0.9:
             driver.abort(rng.choice(list(driver.seen)))
+        if live := [key for key, seen in driver.seen.items() if not seen.ended]:
+            if 0.8 < event < 0.85:
+                driver.finish(rng.choice(live))
+            elif 0.85 < event < 0.9:
+                driver.take(driver.core.fail(rng.choice(live), FailureKind.GRAMMAR_FAILED, "it cannot go on"))
         if event > 0.98:
             driver.take(driver.core.fail_all(FailureKind.EXECUTOR_LOST, "lost"))
             driver.lose_executor()
@@ -66,6 +74,9 @@ def test_a_recording_comes_out_as_it_was(tmp_path: Path) -> None:
     assert done.difference is None
     assert done.plans == len(driver.plans) > 100
     assert driver.core.counters.preemptions and driver.core.counters.prefix_hit_tokens
+    calls = {json.loads(line).get("call") for line in (tmp_path / "core.jsonl").read_text().splitlines()}
+    assert calls >= {"force", "finish", "fail", "fail_all", "submit", "abort", "expire", "plan", "apply", "new_epoch"}
+    assert any(plan.forced_ids for plan in driver.plans) and any(plan.masked for plan in driver.plans)
 
 
 def test_a_core_that_decides_otherwise_is_found_and_shown(
@@ -166,6 +177,7 @@ def test_a_submission_survives_the_file() -> None:
         stop_ids=frozenset({9, 2}),
         seed=2**64 - 1,
         more_seeds=(7,),
+        resumed=((1, (4, 5)),),
         sampling=generation_pb2.Sampling(temperature=0.5, logit_bias={3: -1.0}),
         deadline_ns=12,
         tenant="é",

@@ -212,10 +212,11 @@ async def test_heartbeats_come_each_second(model: Path) -> None:
 # -- the door
 
 
+Resumed = engine_pb2.Submit.Resumed
+
 UNSERVED = {
     "grammar": generation_pb2.Grammar(regex="a"),
     "adapter": "a",
-    "resumed": [engine_pb2.Submit.Resumed(choice=0)],
 }
 
 
@@ -275,6 +276,15 @@ async def test_a_field_that_is_not_served_fails_its_request_alone(model: Path, f
             {"prompt": [1] * 33, "root_digest": b"x" * 32, "block_digests": b"x" * 96},
             "block_digests: has 96 bytes; the prompt fills 2 blocks of 16 tokens, whose digests have 64",
         ),
+        ({"resumed": [Resumed(choice=1)]}, "resumed[0].choice: is 1; the request has the choices [0, 1)"),
+        ({"resumed": [Resumed(), Resumed()]}, "resumed[1].choice: is 0 for a second time"),
+        ({"resumed": [Resumed(token_ids=b"abc")]}, "resumed[0].token_ids: has 3 bytes; a column of ids has 4 an id"),
+        ({"resumed": [Resumed(token_ids=ids_column([512]))]}, "resumed[0].token_ids: holds id 512, the vocabulary"),
+        (
+            {"resumed": [Resumed(token_ids=ids_column([5] * 8))]},
+            "resumed[0].token_ids: has 8 ids, max_tokens is 8; it has ended",
+        ),
+        ({"resumed": [Resumed()], "prompt_logprobs": 0}, "prompt_logprobs: is for choices from their start"),
         ({"prompt": [1] * 1020}, "prompt has 1020 tokens and max_tokens is 8, the context holds 1024"),
         ({"max_tokens": 2**32 - 1}, "the context holds 1024"),
     ],

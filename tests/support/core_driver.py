@@ -86,7 +86,10 @@ class CoreDriver:
     # -- requests
 
     def submit(self, prompt: Sequence[int] | int, **fields: Any) -> RequestKey:
-        """A prompt of these ids, or of so many; its key. Fields are Submission's."""
+        """A prompt of these ids, or of so many; the key of the first choice that runs. Fields are Submission's.
+
+        `received` says of each choice that is resumed how many of its ids it has.
+        """
         key = RequestKey(fields.pop("frontend", 1), self._next_id)
         choices = fields.pop("choices", 1)
         self._next_id += choices
@@ -103,17 +106,22 @@ class CoreDriver:
             **fields,
         }
         seeds = tuple(derived_seed(fields["seed"], choice) for choice in range(1, choices))
-        submission = Submission(prompt_ids=prompt_ids, more_seeds=seeds, **fields)
-        for choice, each in enumerate(submission.choice_keys()):
-            self.seen[each] = Seen(submission, choice)
+        vocab_size = self.limits.vocab_size
+        resumed = tuple(
+            (choice, tuple(expected_ids(prompt_ids.tolist(), derived_seed(fields["seed"], choice), count, vocab_size)))
+            for choice, count in sorted(fields.pop("received", {}).items())
+        )
+        submission = Submission(prompt_ids=prompt_ids, more_seeds=seeds, resumed=resumed, **fields)
+        for (choice, output), each in zip(submission.choices, submission.choice_keys(), strict=True):
+            self.seen[each] = Seen(submission, choice, list(output))
         failure = self.core.submit(submission, self.now_ns)
         if failure is not None:
             for each in submission.choice_keys():
                 self.seen[each].failure = failure
-        return key
+        return submission.choice_keys()[0]
 
     def choices(self, key: RequestKey) -> list[Seen]:
-        """All of its request, in order."""
+        """All of its request that run, in order."""
         return [self.seen[each] for each in self.seen[key].submission.choice_keys()]
 
     def abort(self, key: RequestKey) -> None:

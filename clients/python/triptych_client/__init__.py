@@ -1,4 +1,4 @@
-"""Async Python client of Triptych's public gRPC API.
+"""Python client of Triptych's public gRPC API.
 
 async with Client("127.0.0.1:50051") as client:
     async for delta in client.chat("Why is the sky blue?", max_tokens=64):
@@ -22,7 +22,9 @@ from triptych_client.results import (
     ToolCall,
     Usage,
 )
+from triptych_client.retry import Retry
 from triptych_client.stream import Stream
+from triptych_client.sync import SyncClient, SyncStream
 from triptych_client.tools import Tool
 
 __all__ = [
@@ -37,8 +39,11 @@ __all__ = [
     "OptionArgs",
     "PositionLogprobs",
     "PromptInfo",
+    "Retry",
     "SamplingArgs",
     "Stream",
+    "SyncClient",
+    "SyncStream",
     "TokenLogprob",
     "Tool",
     "ToolCall",

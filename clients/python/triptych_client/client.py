@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+import asyncio
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, Unpack
 
 import grpc
 from triptych.inference.v1 import inference_pb2, inference_pb2_grpc
@@ -12,17 +14,18 @@ from triptych.inference.v1 import inference_pb2, inference_pb2_grpc
 from triptych_client import messages as _messages
 from triptych_client import requests as _requests
 from triptych_client import results
-from triptych_client.errors import REQUEST_ID_KEY, from_rpc, text_of
+from triptych_client.course import Course, Response
+from triptych_client.errors import REQUEST_ID_KEY, cancelled, from_rpc, text_of
 from triptych_client.messages import MessageLike
 from triptych_client.options import OptionArgs
 from triptych_client.results import Completion, Model
-from triptych_client.stream import Response, Stream
+from triptych_client.retry import Attempts, Retry
+from triptych_client.stream import Stream
 from triptych_client.tools import ToolChoiceLike, ToolLike
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-
-T = TypeVar("T")
+DEFAULT_RETRY = Retry()
 
 
 class Client:
@@ -31,7 +34,10 @@ class Client:
     `model` is asked for in each call (empty: the one served there). `timeout_s` is the deadline of calls that name none
     of their own (None: none). `tenant` is the label that fair shares count by and cached blocks are kept apart by (128
     bytes of printable ASCII). `metadata` goes with each call: credentials, W3C trace context. Without `credentials` the
-    channel is plain text.
+    channel is plain text. `retry` says how calls that break are tried again; None: not.
+
+    `address` is a gRPC target: HOST:PORT, or several frontends as "ipv4:10.0.0.1:50051,10.0.0.2:50051", of which the
+    next is taken when one is gone.
     """
 
     def __init__(
@@ -44,6 +50,7 @@ class Client:
         metadata: Sequence[tuple[str, str | bytes]] = (),
         credentials: grpc.ChannelCredentials | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        retry: Retry | None = DEFAULT_RETRY,
     ) -> None:
         self.address = address
         self._model = model
@@ -51,6 +58,7 @@ class Client:
         self._metadata = (*metadata, *_requests.metadata(tenant))
         self._credentials = credentials
         self._max_message_bytes = max_message_bytes
+        self._retry = retry
         self._channel: grpc.aio.Channel | None = None
 
     async def __aenter__(self) -> Self:
@@ -77,7 +85,7 @@ class Client:
     ) -> Stream:
         """Continues a text or token ids, streamed."""
         request = _requests.generate(self._model, prompt, add_special_tokens, options)
-        return Stream(self._stub.Generate(request, **self._call(timeout_s)))
+        return Stream(self._start("Generate"), Course(request, self._attempts(timeout_s)))
 
     async def generate_unary(
         self,
@@ -90,8 +98,7 @@ class Client:
         """The same in one answer."""
         inner = _requests.generate(self._model, prompt, add_special_tokens, options)
         request = inference_pb2.GenerateUnaryRequest(request=inner)
-        call = self._stub.GenerateUnary(request, **self._call(timeout_s))
-        response = await _answer(call)
+        call, response = await self._answer("GenerateUnary", request, timeout_s)
         return await _completion(call, response.response)
 
     def chat(
@@ -117,7 +124,7 @@ class Client:
             template_args,
             options,
         )
-        return Stream(self._stub.Chat(request, **self._call(timeout_s)))
+        return Stream(self._start("Chat"), Course(request, self._attempts(timeout_s)))
 
     async def chat_unary(
         self,
@@ -142,8 +149,8 @@ class Client:
             template_args,
             options,
         )
-        call = self._stub.ChatUnary(inference_pb2.ChatUnaryRequest(request=inner), **self._call(timeout_s))
-        response = await _answer(call)
+        request = inference_pb2.ChatUnaryRequest(request=inner)
+        call, response = await self._answer("ChatUnary", request, timeout_s)
         return await _completion(call, response.response)
 
     async def tokenize(
@@ -159,7 +166,7 @@ class Client:
             request.text = text
         else:
             request.chat.messages.extend(_messages.to_proto(text))
-        response = await _answer(self._stub.Tokenize(request, **self._call(timeout_s)))
+        _, response = await self._answer("Tokenize", request, timeout_s)
         return tuple(response.token_ids)
 
     async def detokenize(
@@ -169,19 +176,19 @@ class Client:
         request = inference_pb2.DetokenizeRequest(
             model=self._model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
         )
-        response = await _answer(self._stub.Detokenize(request, **self._call(timeout_s)))
-        return response.text
+        _, response = await self._answer("Detokenize", request, timeout_s)
+        return str(response.text)
 
     async def get_model(self, model: str = "", *, timeout_s: float | None = None) -> Model:
         """Facts and defaults of a model, by default this client's."""
         request = inference_pb2.GetModelRequest(model=model or self._model)
-        response = await _answer(self._stub.GetModel(request, **self._call(timeout_s)))
+        _, response = await self._answer("GetModel", request, timeout_s)
         return results.model(response.model)
 
     async def list_models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
         """All models served there."""
         request = inference_pb2.ListModelsRequest()
-        response = await _answer(self._stub.ListModels(request, **self._call(timeout_s)))
+        _, response = await self._answer("ListModels", request, timeout_s)
         return tuple(results.model(model) for model in response.models)
 
     @property
@@ -191,8 +198,29 @@ class Client:
             self._channel = _open(self.address, self._credentials, self._max_message_bytes)
         return inference_pb2_grpc.InferenceServiceStub(self._channel)
 
-    def _call(self, timeout_s: float | None) -> dict[str, Any]:
-        return {"timeout": self._timeout_s if timeout_s is None else timeout_s, "metadata": self._metadata}
+    def _start(self, method: str) -> Callable[[Any, float | None], Any]:
+        """Calls of a method, on the channel that is open now."""
+        return functools.partial(_begin, getattr(self._stub, method), self._metadata)
+
+    def _attempts(self, timeout_s: float | None) -> Attempts:
+        return Attempts(self._retry, self._timeout_s if timeout_s is None else timeout_s)
+
+    async def _answer(self, method: str, request: Any, timeout_s: float | None) -> tuple[Any, Any]:
+        """The call that was answered, and its answer. Raises TriptychError."""
+        start, attempts = self._start(method), self._attempts(timeout_s)
+        while True:
+            try:
+                call = start(request, attempts.left_s)
+                return call, await call
+            except grpc.aio.AioRpcError as error:
+                wait_s = attempts.wait_s(from_rpc(error))
+            except grpc.aio.UsageError:  # the client was closed meanwhile
+                raise cancelled() from None
+            await asyncio.sleep(wait_s)
+
+
+def _begin(method: Any, metadata: Any, request: Any, timeout_s: float | None) -> Any:
+    return method(request, timeout=timeout_s, metadata=metadata)
 
 
 def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, int]]:
@@ -210,13 +238,6 @@ def _open(address: str, credentials: grpc.ChannelCredentials | None, max_message
     if credentials is None:
         return grpc.aio.insecure_channel(address, options)
     return grpc.aio.secure_channel(address, credentials, options)
-
-
-async def _answer(call: Awaitable[T]) -> T:
-    try:
-        return await call
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc(error) from None
 
 
 async def _completion(call: grpc.aio.UnaryUnaryCall[Any, Any], response: Response) -> Completion:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from google.rpc import error_details_pb2, status_pb2
+
+from triptych_client import rich_status
 
 REQUEST_ID_KEY = "triptych-request-id"
 _STATUS_DETAILS_KEY = "grpc-status-details-bin"
@@ -52,13 +53,13 @@ def from_rpc(error: Any) -> TriptychError:
     reason = ""
     violations: tuple[Violation, ...] = ()
     retry_after_s: float | None = None
-    for detail in status.details:
-        if info := _unpack(detail, error_details_pb2.ErrorInfo):
+    for packed in status.details:
+        if (info := rich_status.detail(packed, "ErrorInfo")) is not None:
             reason = str(info.reason)
-        elif bad := _unpack(detail, error_details_pb2.BadRequest):
+        elif (bad := rich_status.detail(packed, "BadRequest")) is not None:
             violations = tuple(Violation(v.field, v.description) for v in bad.field_violations)
-        elif retry := _unpack(detail, error_details_pb2.RetryInfo):
-            retry_after_s = retry.retry_delay.ToTimedelta().total_seconds()
+        elif (retry := rich_status.detail(packed, "RetryInfo")) is not None:
+            retry_after_s = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
     return TriptychError(
         error.code(),
         reason,
@@ -67,6 +68,11 @@ def from_rpc(error: Any) -> TriptychError:
         retry_after_s=retry_after_s,
         request_id=text_of(error.initial_metadata(), REQUEST_ID_KEY),
     )
+
+
+def cancelled() -> TriptychError:
+    """By this side."""
+    return TriptychError(grpc.StatusCode.CANCELLED, "", "the call was cancelled by this client")
 
 
 def text_of(metadata: Any, key: str) -> str | None:
@@ -80,10 +86,5 @@ def text_of(metadata: Any, key: str) -> str | None:
 def _status(error: Any) -> Any:
     for name, value in error.trailing_metadata() or ():
         if name == _STATUS_DETAILS_KEY and isinstance(value, bytes):
-            return status_pb2.Status.FromString(value)
-    return status_pb2.Status()
-
-
-def _unpack(packed: Any, message_type: Any) -> Any:
-    message = message_type()
-    return message if packed.Unpack(message) else None
+            return rich_status.status(value)
+    return rich_status.status(b"")

@@ -21,6 +21,8 @@ def length_failure(submission: Submission, limits: Limits) -> Failure | None:
     only_scored = submission.has_scores and submission.num_choices == 1
     if prompt_tokens < 1 or (submission.max_tokens < 1 and not only_scored):
         return Failure(key, FailureKind.INVALID, "prompt_ids and max_tokens: a request needs at least 1 of each")
+    if any(len(output) >= submission.max_tokens for _, output in submission.resumed):
+        return Failure(key, FailureKind.INVALID, "resumed: a choice has max_tokens ids or more already; it has ended")
     if prompt_tokens + submission.max_tokens <= limits.context_tokens:
         return None
     message = (

@@ -32,9 +32,11 @@ class Submission:
     uint32 [prompt]; `sampling` crosses the core unread. A stop id counts from output position `min_tokens` on. Lower
     `priority` runs first. `digests` are those of the prompt's full blocks, 32 bytes each, chained to `root_digest`;
     without a root the request has no part in the prefix cache. `prompt_logprobs` are told of choice 0 alone, whose
-    prompt is computed whole for them; `max_tokens` 0 is for a prompt that is scored and not continued. Each id of a
-    masked one is drawn under a mask that somebody else makes; a stepwise one, which is masked too, goes on only when
-    `Scheduler.force` has told what follows its last id. Times are ns of the clock that is passed to the core.
+    prompt is computed whole for them; `max_tokens` 0 is for a prompt that is scored and not continued. Each
+    id of a masked one is drawn under a mask that somebody else makes; a stepwise one, which is masked too, goes on only
+    when `Scheduler.force` has told what follows its last id. `resumed` are
+    (choice, its output ids so far, fewer than `max_tokens`) of a request that ran elsewhere: these choices alone are
+    run, and go on from there. Times are ns of the clock that is passed to the core.
     """
 
     key: RequestKey
@@ -54,6 +56,7 @@ class Submission:
     digests: bytes = b""
     is_masked: bool = False
     is_stepwise: bool = False
+    resumed: tuple[tuple[int, tuple[int, ...]], ...] = ()
     is_counted: bool = True
     """Whether it takes room in the queue; what the engine asks of itself does not."""
 
@@ -63,14 +66,19 @@ class Submission:
         return self.prompt_logprobs is not None and len(self.prompt_ids) > 1
 
     @property
+    def choices(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Those to run, each with the output ids it has."""
+        return self.resumed or tuple((choice, ()) for choice in range(1 + len(self.more_seeds)))
+
+    @property
     def num_choices(self) -> int:
         """Choices to run."""
-        return 1 + len(self.more_seeds)
+        return len(self.resumed) or 1 + len(self.more_seeds)
 
     def choice_keys(self) -> list[RequestKey]:
-        """One a choice, in order."""
+        """One a choice that is to run, in order."""
         frontend, first = self.key
-        return [RequestKey(frontend, first + i) for i in range(self.num_choices)]
+        return [RequestKey(frontend, first + choice) for choice, _ in self.choices]
 
 
 class FinishReason(Enum):
@@ -123,6 +131,7 @@ class Request:
         "counts_prompt",
         "digests",
         "ended",
+        "first_length",
         "first_token_ns",
         "is_masked",
         "is_scored",
@@ -163,6 +172,7 @@ class Request:
         account: Account,
         digests: list[bytes],
         siblings: list[Request],
+        output: tuple[int, ...] = (),
     ) -> None:
         self.submission = submission
         self.key = RequestKey(submission.key.frontend, submission.key.request_id + choice)
@@ -175,9 +185,11 @@ class Request:
         self.stop_ids = submission.stop_ids  # these three here too: they are read for every id
         self.min_tokens = submission.min_tokens
         self.max_tokens = submission.max_tokens
-        self.output: list[int] = []
-        self.num_tokens = len(submission.prompt_ids)
-        self.last_computed = self.num_tokens + submission.max_tokens - 1
+        self.output: list[int] = list(output)
+        self.first_length = len(output) + 1
+        """Of the output, once it has the first id that is drawn here."""
+        self.num_tokens = len(submission.prompt_ids) + len(output)
+        self.last_computed = len(submission.prompt_ids) + submission.max_tokens - 1
         """Tokens that are ever computed: the very last id that max_tokens allows needs no KV."""
         self.num_computed = 0
         self.num_stored = 0
@@ -186,7 +198,7 @@ class Request:
         self.next_stored = 0
         """`num_stored` from which the next block is full and can be made findable."""
         # Nothing comes before the first id that could foretell it.
-        self.next_scored = 1 if submission.has_scores and choice == 0 else self.num_tokens
+        self.next_scored = 1 if submission.has_scores and choice == 0 else len(submission.prompt_ids)
         self.is_scored = False
         self.is_masked = submission.is_masked
         self.is_stepwise = submission.is_stepwise
@@ -204,7 +216,7 @@ class Request:
         self.overtaken = 0
         self.queued_tokens = 0
         self.cached_tokens = 0
-        self.counts_prompt = choice == 0
+        self.counts_prompt = not siblings
         self.last_id_ns = 0
         self.queued_ns = queued_ns
         self.scheduled_ns = 0

@@ -183,7 +183,7 @@ class Scheduler:
             waiting=len(self._waiting),
             waiting_tokens=self._waiting.num_tokens,
             tenant_waiting=self._tenants.num_waiting(submission.tenant),
-            num_tokens=num_tokens,
+            num_tokens=num_tokens + sum(len(output) for _, output in submission.resumed),
         )
         if failure is not None:
             return failure
@@ -191,12 +191,12 @@ class Scheduler:
         self._num_uncounted += not submission.is_counted
         self._num_masked += submission.num_choices * submission.is_masked
         siblings: list[Request] = []
-        for choice in range(submission.num_choices):
-            request = Request(submission, choice, self._arrivals, now_ns, account, digests.copy(), siblings)
+        for choice, output in submission.choices:
+            request = Request(submission, choice, self._arrivals, now_ns, account, digests.copy(), siblings, output)
             self._arrivals += 1
             siblings.append(request)
             self._requests[request.key] = request
-            self._waiting.append(request, 1 if choice else num_tokens)
+            self._waiting.append(request, len(output) + (num_tokens if len(siblings) == 1 else 1))
             if submission.deadline_ns is not None:
                 self._deadlines.add(submission.deadline_ns, request.key, len(self._requests), self.__contains__)
         return None
@@ -480,7 +480,7 @@ class Scheduler:
                         request.account.served += OUTPUT_WEIGHT
                         length = len(output)
                         request.awaits_forced = request.is_stepwise
-                        if length == 1:
+                        if length == request.first_length:
                             self._note_first(request, now_ns, updates)
                         if token_id in request.stop_ids and length > request.min_tokens:
                             self._finish(request, FinishReason.STOP, token_id, now_ns, updates)

@@ -64,7 +64,8 @@ def test_ebnf_becomes_lark_that_compiles(text: str) -> None:
         ("", "is empty"),
         ("root ::= (", "neither Lark"),
         ("hello", "neither Lark"),
-        ("root ::= " + "(" * 5000, "neither Lark"),
+        ("root ::= " + "(" * 5000, "nested too deep"),
+        ("root ::= nothing", "Rule 'nothing' not found"),
         ('root ::= "' + "a" * MAX_EBNF_BYTES + '"', "send it as Lark"),
     ],
 )

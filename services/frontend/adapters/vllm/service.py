@@ -15,7 +15,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from services.common.errors import RequestError, invalid, unavailable, unserved
 from services.frontend import sizes
-from services.frontend.adapters.vllm import kv_events, loads, requests
+from services.frontend.adapters.vllm import ebnf, kv_events, loads, requests
 from services.frontend.adapters.vllm.aborts import AbortedError, RunningCall, RunningCalls
 from services.frontend.adapters.vllm.door import DOOR
 from services.frontend.adapters.vllm.facts import ModelFacts, ServerFacts
@@ -35,6 +35,7 @@ from services.frontend.request_id import greet, new_id, tell
 from services.frontend.running import Call, Context, Runner
 from services.frontend.served_model import ServedModel
 from services.frontend.tenant import tenant_of
+from services.frontend.tokenizer import off_loop
 
 NAME = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 
@@ -76,14 +77,15 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
 
     async def _prepare(self, request: pb.GenerateRequest) -> Job:
         DOOR.check(request)
-        own = requests.generate_request(request)
+        work = ebnf.WORK * len(request.sampling_params.grammar)
+        own = await off_loop(work, lambda: requests.generate_request(request))
         sizes.check(own, self._limits)
         OWN_DOOR.check(own)
         return await self._intake.generate(own, self._engine.require())
 
     async def _answer(self, job: Job, call: Call, running: RunningCall, *, stream: bool) -> None:
         replies = Replies(job, stream=stream)
-        answer = Answer(job, self._model.tokenizer)
+        answer = Answer(job, self._model.tokenizer, self._limits.unread_tokens)
         write = _Writer(call, self._limits).write
 
         async def send(deltas: list[tuple[int, Delta]]) -> None:

@@ -1,0 +1,27 @@
+"""One of several frontend processes on a port: `worker PARENT_PID PORT FLAGS...`, as `workers.py` starts it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from services.common import collector
+from services.common.dying import die_with
+from services.common.errors import StartError
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serves until SIGTERM, and never outlives the process that started it; its exit code."""
+    die_with(int(argv[0]))
+    collector.hold()
+    from services.frontend.main import serve_one  # late: the parent may be gone by now
+
+    try:
+        return serve_one(argv[2:], shared_port=int(argv[1]))
+    except StartError as error:
+        print(f"triptych: error: {error}", file=sys.stderr)  # noqa: T201  what a command says when it cannot serve
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

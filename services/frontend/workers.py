@@ -1,0 +1,103 @@
+"""Several frontend processes that listen on one port: started together, drained together, one that dies is replaced.
+
+The kernel spreads connections, not calls, over the sockets that share a port (SO_REUSEPORT, socket(7)): a client with
+one connection talks to one process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from asyncio.subprocess import Process
+from collections.abc import Iterator, Sequence
+
+from services.common.errors import StartError
+from services.common.server import free_port
+from services.frontend.config import FrontendConfig
+
+COULD_NOT_SERVE = 1
+"""Exit code of a process that found a reason in its configuration: another try finds it again."""
+AGAIN_S = 1.0
+CUT_S = 5.0
+"""What a process is given, past its drain, before it is killed."""
+
+log = logging.getLogger(__name__)
+
+
+class Workers:
+    """The processes of one frontend; `argv` is its command line."""
+
+    def __init__(self, config: FrontendConfig, argv: Sequence[str]) -> None:
+        self._config = config
+        self._argv = tuple(argv)
+        self._running: set[Process] = set()
+        self._ending = asyncio.Event()
+
+    async def run(self) -> int:
+        """Serves until SIGTERM or SIGINT; the exit code. Raises StartError where the port cannot be had."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._end)
+        with _reserved(self._config.host, self._config.port) as port:
+            codes = await asyncio.gather(*(self._keep(number, port) for number in range(self._config.workers)))
+        return max(codes)
+
+    async def _keep(self, number: int, port: int) -> int:
+        """One process after the other, until the end; then the last one's exit code."""
+        while True:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "services.frontend.worker", str(os.getpid()), str(port), *self._argv
+            )
+            self._running.add(process)
+            if self._ending.is_set():
+                process.terminate()  # it was being started when the signal came
+            code = await self._ended(process)
+            self._running.discard(process)
+            if code == COULD_NOT_SERVE:
+                self._end()
+            if self._ending.is_set():
+                return code if code > 0 else 0
+            log.warning("frontend process %d (pid %d) ended with %d; starting another", number, process.pid, code)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), AGAIN_S)
+            if self._ending.is_set():
+                return 0
+
+    async def _ended(self, process: Process) -> int:
+        """Its exit code, once it has ended; one that does not drain in time is killed."""
+        ended = asyncio.ensure_future(process.wait())
+        told = asyncio.ensure_future(self._ending.wait())
+        await asyncio.wait({ended, told}, return_when=asyncio.FIRST_COMPLETED)
+        told.cancel()
+        if not ended.done():
+            await asyncio.wait({ended}, timeout=self._config.drain_s + CUT_S)
+            if not ended.done():
+                process.kill()
+        return await ended
+
+    def _end(self) -> None:
+        """Passed on each time: a second signal cuts the drain short."""
+        self._ending.set()
+        for process in self._running:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+
+
+@contextlib.contextmanager
+def _reserved(host: str, port: int) -> Iterator[int]:
+    """The port, kept from others while processes of this user may listen on it. Raises StartError."""
+    try:
+        free_port(host, port)
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as holder:
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            holder.bind((host, port))  # never listens, so the kernel gives it no connection
+            yield int(holder.getsockname()[1])
+    except OSError as error:
+        raise StartError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another with --host and --port"
+        ) from None
