@@ -292,7 +292,6 @@ class PersistentBatch:
         if idle := slots[columns.tokens[slots] == 0].tolist():
             raise BadPlanError(f"forced_ids names slot {idle[0]}, which is not in use", (idle[0],))
         np.add.at(columns.tokens, slots, 1)
-        columns.drawn[slots] = 0
         if at := slots[columns.tokens[slots] > self.settings.context_tokens].tolist():
             raise BadPlanError(
                 f"forced_ids: slot {at[0]} goes past the {self.settings.context_tokens} tokens of context", (at[0],)

@@ -32,7 +32,7 @@ from services.executor.batch import PersistentBatch, StepInputs
 from services.executor.device import Device, DeviceLostError, Event, as_array, index
 from services.executor.device_logprobs import FoundLogprobs, PendingScores
 from services.executor.device_runner import DeviceRunner
-from services.executor.device_sampler import DeviceSampler, Drawn
+from services.executor.device_sampler import NO_ID_LEFT, DeviceSampler, Drawn
 from services.executor.dtypes import Dtypes
 from services.executor.executor import Executor, Facts, Launched, check_context, masked_rows, outcome, warm_up_steps
 from services.executor.graphs import DecodeGraphs, ladder
@@ -360,8 +360,7 @@ class _Step:
         self.drawn_ids = np.where(failed, 0, as_array(self._token_ids))
         logprobs = Logprobs.none() if self._logprobs is None else self._logprobs.told(self._drawn.tops)
         good = ~failed[self._drawn.scored]
-        idless = np.zeros(len(failed), np.bool_)
-        return Sampled(self.drawn_ids, failed, self._drawn.scored[good], logprobs.where(good), idless)
+        return Sampled(self.drawn_ids, failed, self._drawn.scored[good], logprobs.where(good), why == NO_ID_LEFT)
 
 
 def _told(sizes: Sequence[int]) -> str:

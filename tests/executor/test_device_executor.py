@@ -330,6 +330,33 @@ def test_a_mask_is_waited_for_once_the_forward_pass_is_on_its_way(model: Path) -
     assert launched.count("attn_reference") == 2 and "sampling" not in launched
 
 
+def test_an_id_is_forced_behind_one_that_only_the_device_knows_yet(model: Path) -> None:
+    """Penalized, so that the history too has the unknown id before the forced one."""
+    executor = ready(model, ShimDevice())
+    (prompt,) = prompts(9)
+    penalized = {"repetition_penalty": 1.5, "frequency_penalty": 0.5}
+    first = executor.launch(plan(1, [0], [9], started(0, prompt, **penalized)))
+    second = executor.launch(replace(plan(2, [0], [2]), forced_ids=np.array([[0, 77]])))
+    assert not first.is_done
+    ids = [*prompt, int(first.outcome().token_ids[0]), 77]
+    known = replace(started(1, ids, **penalized), prompt_tokens=9)
+    assert executor.execute(plan(3, [1], [11], known)).token_ids.tolist() == second.outcome().token_ids.tolist()
+
+
+def test_a_row_that_no_id_is_left_for_is_told_from_one_whose_logits_are_nan(model: Path) -> None:
+    executor = ready(model, ShimDevice())
+    bad, empty, good = prompts(5, 6, 7)
+    with torch.inference_mode():
+        executor._checkpoint.model.get_input_embeddings().weight[bad[-1]] = torch.nan
+    news = (started(0, bad, allowed_ids=(4,)), started(1, empty, allowed_ids=(4,)), started(2, good))
+    masks = StepMasks(1)
+    masks.expect([1], deadline_s=20.0)
+    masks.put(1, allowing(np.array([5]), 512))
+    outcome = executor.execute(replace(plan(1, [0, 1, 2], [5, 6, 7], *news), masked_slots=np.array([1])), masks)
+    assert outcome.failed_slots == (0, 1) and outcome.idless_slots == (1,)
+    assert outcome.token_counts.tolist() == [0, 0, 1]
+
+
 def test_a_row_whose_logits_are_nan_fails_alone_and_so_does_the_step_launched_behind_it(model: Path) -> None:
     device = ShimDevice()
     executor = ready(model, device)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from services.common.errors import StartError
-from services.executor.device_sampler import DeviceSampler
+from services.executor.device_sampler import NO_ID_LEFT, DeviceSampler
 from services.executor.logprobs import Logprobs
 from services.executor.sampler import Sampled, Sampler
 from services.executor.sampling_columns import History
@@ -41,7 +41,7 @@ def draw(made: torch.Tensor, rows: Sequence[SampleRow], newest: torch.Tensor | N
     failed = bad.numpy() != 0
     good = ~failed[drawn.scored]
     told = Logprobs.none() if logprobs is None else logprobs.told(drawn.tops).where(good)
-    return Sampled(ids.numpy(), failed, drawn.scored[good], told)
+    return Sampled(ids.numpy(), failed, drawn.scored[good], told, bad.numpy() == NO_ID_LEFT)
 
 
 def check(made: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
@@ -49,6 +49,7 @@ def check(made: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
     expected = Sampler(VOCAB).sample(made, gathered(rows, VOCAB), masks(rows, VOCAB))
     got = draw(made, rows)
     np.testing.assert_array_equal(got.failed, expected.failed)
+    np.testing.assert_array_equal(got.idless, expected.idless)
     np.testing.assert_array_equal(got.token_ids[~got.failed], expected.token_ids[~expected.failed])
     np.testing.assert_array_equal(got.scored, expected.scored)
     for name in ("ranks", "top_counts", "top_ids"):
