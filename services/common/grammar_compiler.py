@@ -34,6 +34,8 @@ MAX_LEXER_STATES = 20_000
 """Of one grammar, 1 to 2 KB each: what masks cost is kept, so this bounds the memory of whoever builds them."""
 
 
+_BEHIND = re.compile("<state>|<backtrace>|<non-verbose")
+
 PROBED_IDS = 8
 MASK_LIMIT_S = 0.05
 """Of one mask, in CPU time: most take a thousandth of it."""
@@ -238,5 +240,5 @@ def _escaped(text: str) -> str:
 
 
 def _first_line(message: str) -> str:
-    """Without the parser's state, which follows, and on one line."""
-    return " ".join(message.partition("<state>")[0].split()) or "llguidance gives no reason"
+    """Without the parser's state or a backtrace, which follow, and on one line."""
+    return " ".join(_BEHIND.split(message, maxsplit=1)[0].split()) or "llguidance gives no reason"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -89,22 +90,23 @@ async def test_X1_what_does_not_compile_is_refused_by_name_on_every_call(served:
 
 
 async def test_X1_a_grammar_over_its_budget_touches_nobody_else(model: Path) -> None:
-    """Compiling takes seconds; meanwhile requests without a grammar are answered, and so are known grammars."""
-    async with serving(
-        model, scripted([50, 51, EOS_ID]), grammar_compile_s=1.5, grammar_compile_bytes=2 << 30
-    ) as served:
+    """Its worker is stuck; meanwhile requests without a grammar are answered, and so are those with a known one."""
+    async with serving(model, scripted([50, 51, EOS_ID]), grammar_compile_s=2) as served:
         known = by_ids([10], Options(grammar=Grammar(choices=Grammar.Choices(values=["yes"]))))
         await generate(served.channel, known)
-        slow = asyncio.create_task(
-            refused(generate(served.channel, by_ids([10], Options(grammar=Grammar(regex="((a{1000}){1000}){4}")))))
-        )
+        process = served.frontend.grammars._worker._process
+        assert process is not None
+        process.send_signal(signal.SIGSTOP)
+        stuck = by_ids([10], Options(grammar=Grammar(regex="[ab]{9}")))
+        slow = asyncio.create_task(refused(generate(served.channel, stuck)))
         await asyncio.sleep(0.02)
         for _ in range(5):
             await generate(served.channel, by_ids([10], Options()))
             await generate(served.channel, known)
+        assert not slow.done()
         error = await slow
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT and reason(error) == "GRAMMAR"
-        assert "grammar_compile_s" in (error.details() or "")
+        assert fields_at_fault(error) == ["options.grammar.regex"] and "grammar_compile_s" in (error.details() or "")
         fresh = Grammar(choices=Grammar.Choices(values=["no"]))
         await generate(served.channel, by_ids([10], Options(grammar=fresh)))
 

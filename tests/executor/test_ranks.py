@@ -81,6 +81,27 @@ async def test_sampled_ids_are_those_of_one_rank(tiny: Path) -> None:
     assert await drawn(2) == await drawn(1)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+async def test_forced_ids_are_as_if_the_prompt_had_held_them_on_every_rank(tiny: Path, size: int) -> None:
+    prompt, forced = [5, 6, 7], [300, 17, 44]
+    (first,) = reference_ids(tiny, [prompt], 1, ignore_eos=True)[0]
+    (expected,) = reference_ids(tiny, [[*prompt, first, *forced]], 3, ignore_eos=True)
+    async with serve(tiny, num_blocks=BLOCKS, make=ranks(size)) as rig:
+        run = await RunStream.open(rig)
+        request = pb.NewRequest(
+            slot=0, token_ids=column(*prompt), prompt_tokens=3, block_ids=[column(1)], sampling=GREEDY
+        )
+        result = await run.step(started=[request], slots=column(0), token_counts=column(3))
+        assert read(result.token_ids) == [first]
+        pairs = [number for token_id in forced for number in (0, token_id)]
+        result = await run.step(forced_ids=column(*pairs), slots=column(0), token_counts=column(4), computed_tokens=3)
+        ids = read(result.token_ids)
+        for _ in range(2):
+            ids += read((await run.step(slots=column(0))).token_ids)
+        assert ids == expected
+        await run.close()
+
+
 async def test_prompt_scores_are_those_of_the_reference(tiny: Path) -> None:
     requests = [Request(prompt, 3, scored=0) for prompt in prompts()]
     await finish(tiny, 2, requests)

@@ -269,7 +269,7 @@ async def test_a_request_may_leave_while_its_grammar_is_compiled(model: Path) ->
         assert again.failed is not None and "use each id once" in again.failed.message
         await made.frontend.synced()
         assert made.server.engine._grammars.num_waiting == 0 and not slow.done.is_set()
-        late = await submit(made.frontend, Grammar(regex="b" + WIDE), timeout_ms=100)
+        late = await submit(made.frontend, Grammar(regex="b" + WIDE), timeout_ms=20)
         await finished(late)
         assert late.code is grpc.StatusCode.DEADLINE_EXCEEDED
 
