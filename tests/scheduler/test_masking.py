@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -55,9 +55,10 @@ class Rig:
         self.said.append(said)
         return 0
 
-    def admit(self, key: RequestKey, pattern: str = "[ab]{3}", **more: Any) -> None:
-        matcher = self.compiler.compile(Grammar(Regex(pattern)))
-        self.masking.admit(key, GrammarState(matcher.deep_copy(), VOCAB, Bans()), **more)
+    def admit(self, key: RequestKey, pattern: str = "[ab]{3}", output: Sequence[int] = (), **more: Any) -> None:
+        state = GrammarState(self.compiler.compile(Grammar(Regex(pattern))).deep_copy(), VOCAB, Bans())
+        state.take(output)
+        self.masking.admit(key, state, num_known=len(output), **more)
 
     def plan(self, step: int, *rows: tuple[RequestKey, int, int]) -> None:
         masked = [MaskedRow(*row) for row in rows]

@@ -259,8 +259,8 @@ async def test_get_stats_tells_what_was_done(model: Path) -> None:
 class _Captured(StubExecutor):
     """Says that steps of prompts ran eagerly, and all others by a graph."""
 
-    async def _step(self, batch: Any, step: int, taken: Any) -> executor_pb2.StepResult | None:
-        result = await super()._step(batch, step, taken)
+    async def _step(self, batch: Any, step: int, taken: Any, masks: Any) -> executor_pb2.StepResult | None:
+        result = await super()._step(batch, step, taken, masks)
         if result is not None and taken.plan.slots:
             eager = bool(taken.plan.token_counts)
             result.graph = executor_pb2.GRAPH_KIND_EAGER if eager else executor_pb2.GRAPH_KIND_FULL
