@@ -150,6 +150,7 @@ def load(
     definition = tokenizer.load_definition(path)
     config = checkpoint.read_config(path)
     name = served_name or checkpoint.name(path)
+    texts = tokenizer.load(definition, path)
     encoder = chat.ChatEncoder(chat.load_source(path), ControlTokens(definition))
     template = "\n".join(encoder.sources.values())
     return ServedModel(
@@ -157,7 +158,7 @@ def load(
         aliases=tuple(alias for alias in dict.fromkeys(aliases) if alias != name),
         revision=checkpoint.revision(path),
         folder=path,
-        tokenizer=tokenizer.load(definition, path),
+        tokenizer=texts,
         tokenizer_hash=checkpoint.tokenizer_hash(path),
         chat=encoder,
         templates=TemplateProcesses(encoder.sources, template_budget),

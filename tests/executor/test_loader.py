@@ -35,7 +35,7 @@ KV_WIDTH = 2 * 16
 
 
 def dense(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors by their names in the files, packed ones unpacked to float32."""
+    """The tensors by their names in the files, packed ones unpacked to float32, layers out of their stack."""
     state = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith(".panels")}
     for name, module in model.named_modules():
         if isinstance(module, packing.PackedLinear | packing.PackedEmbedding):
@@ -50,7 +50,7 @@ def dense(model: torch.nn.Module) -> dict[str, torch.Tensor]:
                 state |= {f"{name.removesuffix('qkv_proj')}{part}.weight": tensor for part, tensor in parts}
             else:
                 state[f"{name}.weight"] = torch.from_numpy(out)
-    return state
+    return {name.replace(".layers.0.layers.", ".layers."): tensor for name, tensor in state.items()}
 
 
 def held_bytes(model: torch.nn.Module) -> int:
