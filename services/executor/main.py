@@ -23,6 +23,7 @@ from services.executor.executor import Executor
 from services.executor.loader import weight_files
 from services.executor.ranks import joined
 from services.executor.ranks.division import Shard
+from services.executor.ranks.group import RANKS_DEVICE
 from services.executor.ranks.joining import JoiningPeers
 from services.executor.ranks.leader import LeadingExecutor
 from services.executor.ranks.peers import ChildPeers, Peers
@@ -45,10 +46,12 @@ def main(argv: Sequence[str]) -> int:
     path = checkpoint.find(settings.model, revision=settings.revision, offline=settings.offline, weights=True)
     architecture.read(path)
     weight_files(path)
+    device = devices.choose(settings.device, settings.kernels)
+    _refuse_together(settings, device)
     if settings.tp_rank:
         joined.run(path, settings, _threads(settings))
         return 0
-    executor = _executor(path, settings)
+    executor = _executor(path, settings, device)
     try:
         asyncio.run(_serve(executor, settings, startup))
     finally:
@@ -56,11 +59,9 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _executor(path: Path, settings: ExecutorConfig) -> Executor:
+def _executor(path: Path, settings: ExecutorConfig, device: Device | None) -> Executor:
     ranks = settings.tp_size
     threads = _threads(settings)
-    device = devices.choose(settings.device, settings.kernels)
-    _refuse_together(settings, device)
     if device is not None:
         return DeviceExecutor(
             path,
@@ -102,14 +103,14 @@ def _peers(path: Path, settings: ExecutorConfig, threads: int) -> Peers:
     size, timeout_s = settings.tp_size, settings.rank_timeout_s
     if settings.tp_rendezvous is not None:
         address = settings.tp_rendezvous
-        return JoiningPeers(path, size=size, address=address, timeout_s=timeout_s, device=settings.device)
+        return JoiningPeers(path, size=size, address=address, timeout_s=timeout_s, device=RANKS_DEVICE)
     return ChildPeers(
         path,
         size=size,
         threads=threads,
         timeout_s=timeout_s,
         log_level=settings.log_level,
-        device=settings.device,
+        device=RANKS_DEVICE,
     )
 
 

@@ -28,6 +28,7 @@ PEER = "services.executor.ranks.main"
 def up(model: Path, log: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A running `triptych up --tp 2`, and the address of its frontend."""
     command = [sys.executable, "-m", "services.cli.main", "up", "--tp", "2", "--port", "0", "--ready-json"]
+    command += ["--executor.device", "auto"]  # here: the CPU
     with log.open("w") as lines:
         process = subprocess.Popen(
             [*command, "--model", str(model)], stdout=subprocess.PIPE, stderr=lines, text=True, env=os.environ

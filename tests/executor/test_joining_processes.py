@@ -170,3 +170,11 @@ def test_the_address_of_another_machine_is_refused_before_a_rank_waits(tiny: Pat
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=START_S)
     assert ended.returncode == 1
     assert "triptych: error: rank 0 cannot listen on --tp-rendezvous 192.0.2.1:29500" in ended.stderr
+
+
+def test_what_ranks_are_not_served_with_is_refused_by_each_of_them(tiny: Path) -> None:
+    command = [sys.executable, "-m", "services.cli.main", "executor", "--model", str(tiny), "--tp-size", "2"]
+    command += ["--tp-rank", "1", "--tp-rendezvous", "127.0.0.1:9", "--attention-backend", "torch-sdpa"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=START_S)
+    assert ended.returncode == 1
+    assert "--attention-backend is not served with --tp-size" in ended.stderr

@@ -23,6 +23,8 @@ LOOPBACK = "127.0.0.1"
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 """What carries sums between ranks, by the device that holds the weights."""
+RANKS_DEVICE = "cpu"
+"""That of ranks; no other is served yet."""
 
 
 class Group:

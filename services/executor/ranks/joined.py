@@ -26,7 +26,7 @@ from services.executor.config import ExecutorConfig
 from services.executor.memory import Threads
 from services.executor.ranks import meeting
 from services.executor.ranks.follower import Apart, Follower, LeftError, Place
-from services.executor.ranks.group import Group
+from services.executor.ranks.group import RANKS_DEVICE, Group
 from services.executor.ranks.meeting import Hello
 from services.executor.ranks.messages import Channel, Kind
 
@@ -81,8 +81,8 @@ def _follow(path: Path, settings: ExecutorConfig, threads: Threads) -> None:
     rank, size = settings.tp_rank or 0, settings.tp_size
     joined = join(str(settings.tp_rendezvous), Hello.of(path, rank, size), settings.rank_timeout_s)
     log.info("rank %d of %d has joined rank 0 at %s", rank, size, settings.tp_rendezvous)
-    place = Place(str(path), rank, size, threads.count, joined.timeout_s, -1, settings.device)
-    apart = Apart(lambda: joined.connect(rank, size, settings.device), settings.kv_memory_bytes)
+    place = Place(str(path), rank, size, threads.count, joined.timeout_s, -1, RANKS_DEVICE)
+    apart = Apart(lambda: joined.connect(rank, size, RANKS_DEVICE), settings.kv_memory_bytes)
     try:
         Follower(place, joined.channel, apart).run()
     except LeftError as error:
