@@ -40,12 +40,13 @@ async def check_every_cut(call: Any, request: Any, every: int = 1) -> None:
         assert rest[-1].usage.completion_tokens == whole[-1].usage.completion_tokens
 
 
-async def test_calls_go_on_in_the_middle_of_a_name_and_of_arguments(path: Path) -> None:
+@pytest.mark.parametrize("every", [20, pytest.param(2, marks=pytest.mark.slow)])
+async def test_calls_go_on_in_the_middle_of_a_name_and_of_arguments(path: Path, every: int) -> None:
     async with engine(path) as stub:
         options = inference_pb2.Options(seed=3, max_tokens=300)
         request = Chat(messages=[asked()], tools=TOOLS, tool_choice=REQUIRED, options=options)
         request.template_args.update({"thinking": "off"})
-        await check_every_cut(stub.Chat, request, every=2)
+        await check_every_cut(stub.Chat, request, every=every)
 
 
 async def test_reasoning_goes_on(path: Path) -> None:
