@@ -247,6 +247,12 @@ async def test_forced_ids_stop_at_the_length_and_at_a_stop_id(model: Path, text:
         assert at_stop.ids == whole.ids[:5] and at_stop.finished.stop_id == whole.ids[4]
         held = await run(made.frontend, grammar, stop_ids=[whole.ids[3]], min_tokens=6, seed=3)
         assert (held.failed is not None and held.failed.reason == "GRAMMAR_CONTRADICTED") or len(held.ids) >= 6
+        for sampling in (
+            generation_pb2.Sampling(banned_token_ids=[whole.ids[4]]),
+            generation_pb2.Sampling(logit_bias={whole.ids[4]: float("-inf")}),
+        ):
+            banned = await run(made.frontend, grammar, sampling=sampling, seed=3)
+            assert whole.ids[4] not in banned.ids
 
 
 async def test_others_go_on_while_a_grammar_is_compiled(model: Path) -> None:
