@@ -127,11 +127,8 @@ class Engine:
         """Queues a request; a refusal goes the way of its outputs."""
         if number not in self._frontends:
             return  # cut already; its stream has not noticed
-        key = RequestKey(number, submit.request_id)
         try:
             core = self._accepting()
-            if key in self._grammars:
-                raise invalid("request_id", f"{submit.request_id} is in use; use each id once")
             grammar = door.read_grammar(submit, is_served=self._serves_grammars)
             submission = door.read_submit(
                 submit,
@@ -146,7 +143,9 @@ class Engine:
         except RequestError as error:
             self.refuse(number, submit.request_id, error)
             return
-        if grammar is None:
+        if any(key in self._grammars for key in submission.choice_keys()):
+            self._submitted(submission, invalid("request_id", f"{submit.request_id} is in use; use each id once"))
+        elif grammar is None:
             self._submitted(submission, core.submit(submission, now_ns()))
         else:
             self._grammars.submit(
@@ -155,12 +154,13 @@ class Engine:
 
     def _submitted(self, submission: Submission, failure: Failure | RequestError | None) -> None:
         """The core has a request now, or it was refused."""
+        if failure is not None:
+            for key in submission.choice_keys():  # an id used twice: its first use must not go on past this end
+                self._abort(key)
         if isinstance(failure, RequestError):
             self.refuse(*submission.key, failure)
             return
         if failure is not None:
-            for key in submission.choice_keys():  # an id used twice: its first use must not go on past this end
-                self._abort(key)
             self._deliver(Updates(self.core.applied_step, failed=[failure]))
         self._requests_changed()
 
@@ -329,6 +329,7 @@ class Engine:
         core = self._core or self._new_core(self.model.limits(facts))
         num_blocks = self._blocks_of(facts, core)
         await self._link.allocate(num_blocks)
+        self._serves_grammars = await self._grammars.is_served() and GRAMMAR in facts.features
         run = await self._link.open(facts.version, self._work.set)
         core.new_epoch(num_blocks, facts.max_in_flight)
         self._grammars.masking.new_epoch()
@@ -338,7 +339,6 @@ class Engine:
         log.info("serving %s on %s, epoch %d", self.model.name, facts.device, run.epoch)
         if self._core is None:
             self._core, self._first = core, (facts, core.limits)
-            self._serves_grammars = await self._grammars.is_served() and GRAMMAR in facts.features
             self._hello = self.model.hello(facts, core.limits, (GRAMMAR,) if self._serves_grammars else ())
             self._frontends.greet(self._hello)
         self.changed.set()

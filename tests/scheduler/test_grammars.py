@@ -18,10 +18,12 @@ from typing import Any
 import grpc
 import jsonschema
 import pytest
+from triptych.engine.v1 import engine_pb2
 from triptych.inference.v1 import generation_pb2
 
 from loadtest.stub_batch import expected_ids
 from loadtest.stub_executor import Faults, StubExecutor
+from services.common.grammar_compiler import Compiler
 from services.frontend import tokenizer
 from services.frontend.tokenizer import TextTokenizer
 from services.scheduler import grammar_compiling
@@ -278,6 +280,41 @@ async def test_a_request_may_leave_while_its_grammar_is_compiled(model: Path) ->
         late = await submit(made.frontend, Grammar(regex="b" + WIDE), timeout_ms=20)
         await finished(late)
         assert late.code is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_a_resumed_request_without_choice_0_leaves_while_its_grammar_is_compiled(model: Path) -> None:
+    resumed = [engine_pb2.Submit.Resumed(choice=1)]
+    async with bench(model, stub=StubExecutor(max_in_flight=2)) as made:
+        await submit(made.frontend, Grammar(regex=WIDE), request_id=50, num_choices=2, resumed=resumed)
+        await made.frontend.synced()
+        assert made.server.engine._grammars.num_waiting == 1
+        await made.frontend.abort(51)
+        await made.frontend.synced()
+        assert made.server.engine._grammars.num_waiting == 0
+        await submit(made.frontend, Grammar(regex=WIDE), request_id=60, num_choices=2, resumed=resumed)
+        again = await run(made.frontend, choices("yes"), request_id=60, num_choices=2)
+        assert again.failed is not None and "use each id once" in again.failed.message
+        assert made.server.engine._grammars.num_waiting == 0
+
+
+class Panic(BaseException):
+    """As the compiler's, which is no Exception."""
+
+
+@pytest.mark.parametrize("fault", [MemoryError, Panic])
+async def test_a_compiler_that_breaks_ends_its_request_alone(
+    model: Path, monkeypatch: pytest.MonkeyPatch, fault: type[BaseException]
+) -> None:
+    def broken(*_: object) -> None:
+        raise fault("out of luck")
+
+    async with bench(model) as made:
+        with monkeypatch.context() as patched:
+            patched.setattr(Compiler, "compile", broken)
+            told = await run(made.frontend, choices("yes"))
+        assert told.code is grpc.StatusCode.INTERNAL and told.failed.reason == "GRAMMAR_FAILED"
+        assert "out of luck" in told.failed.message and made.server.engine._grammars.num_waiting == 0
+        assert stopped(await run(made.frontend, choices("yes")))
 
 
 async def test_too_many_requests_that_wait_for_their_grammars_are_refused(
