@@ -18,7 +18,7 @@ from triptych.engine.v1 import admin_pb2, engine_pb2
 
 from services.common.contract import GRAMMAR
 from services.common.digests import DIGEST_BYTES, chained_digest
-from services.common.errors import RequestError, StartError, invalid, unavailable
+from services.common.errors import RequestError, StartError, invalid, unavailable, unserved
 from services.scheduler import door, outputs, self_test
 from services.scheduler.clock import now_ns
 from services.scheduler.core.kv_events import Stored
@@ -92,7 +92,7 @@ class Engine:
         self._grammars = GrammarRequests(
             model.path,
             core=lambda: self.core,
-            accepting=self._accepting,
+            accepting=self._accepting_grammars,
             deliver=self._deliver,
             changed=self._work.set,
         )
@@ -208,6 +208,16 @@ class Engine:
     def _accepting(self) -> Scheduler:
         if self._draining:
             raise unavailable("DRAINING", "the scheduler is shutting down; submit to another")
+        return self._open_core()
+
+    def _accepting_grammars(self) -> Scheduler:
+        """For requests that came in before a drain began, or in an epoch before this one."""
+        core = self._open_core()
+        if not self._serves_grammars:
+            raise unserved("grammar", "is not served by the executor that this engine has now")
+        return core
+
+    def _open_core(self) -> Scheduler:
         if self._core is None:
             raise unavailable("LOADING", "the model is not loaded yet; wait for the hello")
         if self._run is None:
@@ -495,6 +505,7 @@ class Engine:
         try:
             await self._empty.wait()
         except asyncio.CancelledError:
+            self._grammars.close()  # what is compiled now must not come to the core any more
             message = "the scheduler shut down before this request was done; submit it to another"
             self._deliver(self.core.fail_all(FailureKind.DRAINING, message))
             raise

@@ -328,7 +328,7 @@ async def test_too_many_requests_that_wait_for_their_grammars_are_refused(
         await finished(slow)
 
 
-async def test_a_frontend_that_leaves_and_a_drain_end_what_waits_to_be_compiled(model: Path) -> None:
+async def test_what_waits_to_be_compiled_ends_with_its_frontend_but_not_with_a_drain(model: Path) -> None:
     stub = StubExecutor(max_in_flight=2)
     async with stub, scheduler_for(stub, model) as server:
         async with Frontend(server) as frontend:
@@ -339,11 +339,15 @@ async def test_a_frontend_that_leaves_and_a_drain_end_what_waits_to_be_compiled(
         await until(lambda: server.engine._grammars.num_waiting == 0)
         async with Frontend(server) as frontend:
             await frontend.greeted()
-            told = await submit(frontend, Grammar(regex=WIDE + "c"))
+            told = await submit(frontend, Grammar(regex=WIDE + "c"), max_tokens=1)
             await frontend.synced()
             draining = asyncio.ensure_future(server.engine.drain())
+            await until(lambda: server.engine.state == engine_pb2.ENGINE_STATE_DRAINING)
+            late = await run(frontend, choices("yes"))
+            assert late.code is grpc.StatusCode.UNAVAILABLE and late.failed.reason == "DRAINING"
+            assert not told.done.is_set()
             await finished(told)
-            assert told.code is grpc.StatusCode.UNAVAILABLE and told.failed.reason == "DRAINING"
+            assert told.failed is None and len(told.ids) == 1
             await draining
 
 
