@@ -27,7 +27,7 @@ from triptych.inference.v1 import generation_pb2
 
 from loadtest.stub_cache import StubCache
 from loadtest.stub_steps import StubRequest, StubStep
-from services.common.contract import GRAMMAR, TRACE_CONTEXT
+from services.common.contract import GRAMMAR, RESUME, TRACE_CONTEXT
 from services.common.server import server_options
 
 NextId = Callable[[tuple[int, ...], int], int]
@@ -79,7 +79,7 @@ class StubEngine:
         ids_per_step: int = 1,
         scores_per_step: int = 256,
         fragment_bytes: int = 64 * 1024 * 1024,
-        features: tuple[str, ...] = (GRAMMAR, TRACE_CONTEXT),
+        features: tuple[str, ...] = (GRAMMAR, RESUME, TRACE_CONTEXT),
         step_s: float = 0.0,
         heartbeat_s: float = 1.0,
         faults: Faults | None = None,

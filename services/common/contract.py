@@ -17,6 +17,8 @@ GRAMMAR = "grammar"
 forced ids."""
 TRACE_CONTEXT = "trace-context"
 """Feature of an engine: Submit's traceparent and tracestate."""
+RESUME = "resume"
+"""Feature of an engine: Submit.resumed."""
 
 SAMPLING = "triptych.inference.v1.Sampling"
 SERVED_SAMPLING = frozenset(

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import grpc
 from triptych.inference.v1 import inference_pb2
 
-from services.common.errors import RequestError, invalid
+from services.common.contract import RESUME
+from services.common.errors import RequestError, invalid, unserved
 from services.frontend.generation import Choice, NotFittingError
 from services.frontend.request import Delta, EngineFacts, Job, Options, Received
 from services.frontend.tokenizer import TextTokenizer, off_loop
@@ -53,6 +54,8 @@ def read(options: inference_pb2.Options, resolved: Options, facts: EngineFacts, 
         )
     received = _read_received(resume, resolved, facts, where)
     began = any(one.token_ids or one.is_finished for one in received.values())
+    if began and RESUME not in facts.features:
+        raise unserved(where, "with ids that had arrived is not served by this engine; begin anew, with the same seed")
     prompt_logprobs = None if began else resolved.prompt_logprobs
     return replace(resolved, seed=resume.seed, received=received if began else {}, prompt_logprobs=prompt_logprobs)
 

@@ -18,7 +18,7 @@ from triptych.engine.v1 import admin_pb2, engine_pb2
 
 from services.common.contract import GRAMMAR
 from services.common.digests import DIGEST_BYTES, chained_digest
-from services.common.errors import RequestError, StartError, invalid, unavailable
+from services.common.errors import RequestError, StartError, invalid, unavailable, unserved
 from services.scheduler import door, outputs, self_test
 from services.scheduler.clock import now_ns
 from services.scheduler.core.kv_events import Stored
@@ -92,7 +92,7 @@ class Engine:
         self._grammars = GrammarRequests(
             model.path,
             core=lambda: self.core,
-            accepting=self._accepting,
+            accepting=self._accepting_grammars,
             deliver=self._deliver,
             changed=self._work.set,
         )
@@ -127,11 +127,8 @@ class Engine:
         """Queues a request; a refusal goes the way of its outputs."""
         if number not in self._frontends:
             return  # cut already; its stream has not noticed
-        key = RequestKey(number, submit.request_id)
         try:
             core = self._accepting()
-            if key in self._grammars:
-                raise invalid("request_id", f"{submit.request_id} is in use; use each id once")
             grammar = door.read_grammar(submit, is_served=self._serves_grammars)
             submission = door.read_submit(
                 submit,
@@ -146,7 +143,9 @@ class Engine:
         except RequestError as error:
             self.refuse(number, submit.request_id, error)
             return
-        if grammar is None:
+        if any(key in self._grammars for key in submission.choice_keys()):
+            self._submitted(submission, invalid("request_id", f"{submit.request_id} is in use; use each id once"))
+        elif grammar is None:
             self._submitted(submission, core.submit(submission, now_ns()))
         else:
             self._grammars.submit(
@@ -155,12 +154,13 @@ class Engine:
 
     def _submitted(self, submission: Submission, failure: Failure | RequestError | None) -> None:
         """The core has a request now, or it was refused."""
+        if failure is not None:
+            for key in submission.choice_keys():  # an id used twice: its first use must not go on past this end
+                self._abort(key)
         if isinstance(failure, RequestError):
             self.refuse(*submission.key, failure)
             return
         if failure is not None:
-            for key in submission.choice_keys():  # an id used twice: its first use must not go on past this end
-                self._abort(key)
             self._deliver(Updates(self.core.applied_step, failed=[failure]))
         self._requests_changed()
 
@@ -208,6 +208,16 @@ class Engine:
     def _accepting(self) -> Scheduler:
         if self._draining:
             raise unavailable("DRAINING", "the scheduler is shutting down; submit to another")
+        return self._open_core()
+
+    def _accepting_grammars(self) -> Scheduler:
+        """For requests that came in before a drain began, or in an epoch before this one."""
+        core = self._open_core()
+        if not self._serves_grammars:
+            raise unserved("grammar", "is not served by the executor that this engine has now")
+        return core
+
+    def _open_core(self) -> Scheduler:
         if self._core is None:
             raise unavailable("LOADING", "the model is not loaded yet; wait for the hello")
         if self._run is None:
@@ -329,6 +339,7 @@ class Engine:
         core = self._core or self._new_core(self.model.limits(facts))
         num_blocks = self._blocks_of(facts, core)
         await self._link.allocate(num_blocks)
+        self._serves_grammars = await self._grammars.is_served() and GRAMMAR in facts.features
         run = await self._link.open(facts.version, self._work.set)
         core.new_epoch(num_blocks, facts.max_in_flight)
         self._grammars.masking.new_epoch()
@@ -338,7 +349,6 @@ class Engine:
         log.info("serving %s on %s, epoch %d", self.model.name, facts.device, run.epoch)
         if self._core is None:
             self._core, self._first = core, (facts, core.limits)
-            self._serves_grammars = await self._grammars.is_served() and GRAMMAR in facts.features
             self._hello = self.model.hello(facts, core.limits, (GRAMMAR,) if self._serves_grammars else ())
             self._frontends.greet(self._hello)
         self.changed.set()
@@ -495,6 +505,7 @@ class Engine:
         try:
             await self._empty.wait()
         except asyncio.CancelledError:
+            self._grammars.close()  # what is compiled now must not come to the core any more
             message = "the scheduler shut down before this request was done; submit it to another"
             self._deliver(self.core.fail_all(FailureKind.DRAINING, message))
             raise

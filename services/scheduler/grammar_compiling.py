@@ -99,6 +99,14 @@ class GrammarCompiling:
             result = (await asyncio.shield(self._matcher(grammar, digest))).deep_copy()
         except GrammarError as error:
             result = invalid(error.under("grammar"), error.description, "GRAMMAR")
+        except asyncio.CancelledError:
+            raise
+        except (
+            BaseException
+        ) as error:  # a panic of the compiler is none of Exception; its request must end all the same
+            log.exception("a grammar could not be compiled")
+            message = f"the request's grammar could not be compiled: {error!r}"
+            result = RequestError(grpc.StatusCode.INTERNAL, "GRAMMAR_FAILED", message)
         if self._waiting.pop(key, None) is not None:
             proceed(result)
 

@@ -79,7 +79,7 @@ class GrammarRequests:
                         self._go_on(key, state)
             submitted(failure)
 
-        self._compiling.submit(submission.key, grammar, proceed)
+        self._compiling.submit(submission.choice_keys()[0], grammar, proceed)  # the first that an abort names
 
     def forget(self, key: RequestKey) -> None:
         """It was aborted, whether the core knew it or not."""

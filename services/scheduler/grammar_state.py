@@ -50,6 +50,13 @@ class Bans:
             words = words & ~self.early
         return words
 
+    def forbid(self, token_id: int, position: int) -> bool:
+        """Whether an id may not stand at an output position."""
+        early = self.early if position < self.min_tokens else None
+        return any(
+            words is not None and bool(words[token_id // 32] >> (token_id % 32) & 1) for words in (self.always, early)
+        )
+
 
 class GrammarState:
     """Of one choice, from the ids it has. `forces`: ids without an alternative follow without being drawn."""
@@ -74,10 +81,17 @@ class GrammarState:
             self._look()
 
     def force(self) -> list[int]:
-        """The ids that follow without an alternative, perhaps none; goes on by them. Raises GrammarFailedError."""
+        """The ids that follow without an alternative, perhaps none; goes on by them. Raises GrammarFailedError.
+
+        They end before one that is banned: the next mask is then the contradiction that it is.
+        """
         if not self._forces or self.ended:
             return []
-        forced: list[int] = self._matcher.compute_ff_tokens()
+        forced = []
+        for position, token_id in enumerate(self._matcher.compute_ff_tokens(), self._position):
+            if token_id >= 32 * self._num_words or self._bans.forbid(token_id, position):
+                break
+            forced.append(token_id)
         self.take(forced)
         return forced
 

@@ -61,6 +61,19 @@ async def resumed(served: Served, options: Options, messages: list[Any]) -> list
     return (await generate(served.channel, by_ids(PROMPT, again))).messages
 
 
+async def test_an_engine_without_the_feature_is_asked_for_no_stream_to_go_on(text_model: Path) -> None:
+    options = greedy(seed=SEED)
+    async with serving(text_model, engine(text_model, features=())) as served:
+        whole = (await generate(served.channel, by_ids(PROMPT, options))).messages
+        assert joined([whole[0], *await resumed(served, options, whole[:1])]) == joined(whole)  # nothing had arrived
+        num_submits = len(served.engine.submits)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await resumed(served, options, whole[:3])
+        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert fields_at_fault(refused.value) == ["options.resume"]
+        assert len(served.engine.submits) == num_submits
+
+
 @pytest.mark.parametrize("way", WAYS)
 async def test_a_stream_goes_on_from_every_message(text_model: Path, way: str) -> None:
     options = greedy(seed=SEED, **WAYS[way])

@@ -111,6 +111,31 @@ def test_forced_ids_are_those_without_an_alternative(compiler: Compiler) -> None
     assert plain.force() == []
 
 
+def test_forced_ids_end_before_one_that_is_banned_and_a_stop_id_before_min_tokens(compiler: Compiler) -> None:
+    whole = state(compiler, Choices(("xylophone", "yes")), forces=True)
+    first = ids(compiler, "x")
+    whole.take(first)
+    forced = whole.force()
+    assert len(forced) > 3
+    sampling = generation_pb2.Sampling
+    for at, banned in enumerate(forced):
+        for asked in (
+            sampling(banned_token_ids=[banned]),
+            sampling(logit_bias={banned: -np.inf}),
+            sampling(allowed_token_ids=[i for i in range(VOCAB) if i != banned]),
+        ):
+            own = state(compiler, Choices(("xylophone", "yes")), bans=Bans.of(asked, (), 0, VOCAB), forces=True)
+            own.take(first)
+            assert own.force() == forced[: forced.index(banned)]
+            with pytest.raises(ContradictedError):
+                own.mask()
+        for min_tokens in (at + 1, at + 2):  # forced[at] is output id at + 1, which min_tokens may reach or not
+            held = Bans.of(sampling(), [banned], min_tokens, VOCAB)
+            own = state(compiler, Choices(("xylophone", "yes")), bans=held, forces=True)
+            own.take(first)
+            assert (own.force() == forced) == (forced.index(banned) + 1 >= min_tokens)
+
+
 def test_words_hold_a_bit_an_id() -> None:
     assert words_of([0, 33], 40).tolist() == [1, 2]
     assert words_of([], 33).tolist() == [0, 0]

@@ -18,10 +18,12 @@ from typing import Any
 import grpc
 import jsonschema
 import pytest
+from triptych.engine.v1 import engine_pb2
 from triptych.inference.v1 import generation_pb2
 
 from loadtest.stub_batch import expected_ids
 from loadtest.stub_executor import Faults, StubExecutor
+from services.common.grammar_compiler import Compiler
 from services.frontend import tokenizer
 from services.frontend.tokenizer import TextTokenizer
 from services.scheduler import grammar_compiling
@@ -247,6 +249,12 @@ async def test_forced_ids_stop_at_the_length_and_at_a_stop_id(model: Path, text:
         assert at_stop.ids == whole.ids[:5] and at_stop.finished.stop_id == whole.ids[4]
         held = await run(made.frontend, grammar, stop_ids=[whole.ids[3]], min_tokens=6, seed=3)
         assert (held.failed is not None and held.failed.reason == "GRAMMAR_CONTRADICTED") or len(held.ids) >= 6
+        for sampling in (
+            generation_pb2.Sampling(banned_token_ids=[whole.ids[4]]),
+            generation_pb2.Sampling(logit_bias={whole.ids[4]: float("-inf")}),
+        ):
+            banned = await run(made.frontend, grammar, sampling=sampling, seed=3)
+            assert whole.ids[4] not in banned.ids
 
 
 async def test_others_go_on_while_a_grammar_is_compiled(model: Path) -> None:
@@ -274,6 +282,41 @@ async def test_a_request_may_leave_while_its_grammar_is_compiled(model: Path) ->
         assert late.code is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
+async def test_a_resumed_request_without_choice_0_leaves_while_its_grammar_is_compiled(model: Path) -> None:
+    resumed = [engine_pb2.Submit.Resumed(choice=1)]
+    async with bench(model, stub=StubExecutor(max_in_flight=2)) as made:
+        await submit(made.frontend, Grammar(regex=WIDE), request_id=50, num_choices=2, resumed=resumed)
+        await made.frontend.synced()
+        assert made.server.engine._grammars.num_waiting == 1
+        await made.frontend.abort(51)
+        await made.frontend.synced()
+        assert made.server.engine._grammars.num_waiting == 0
+        await submit(made.frontend, Grammar(regex=WIDE), request_id=60, num_choices=2, resumed=resumed)
+        again = await run(made.frontend, choices("yes"), request_id=60, num_choices=2)
+        assert again.failed is not None and "use each id once" in again.failed.message
+        assert made.server.engine._grammars.num_waiting == 0
+
+
+class Panic(BaseException):
+    """As the compiler's, which is no Exception."""
+
+
+@pytest.mark.parametrize("fault", [MemoryError, Panic])
+async def test_a_compiler_that_breaks_ends_its_request_alone(
+    model: Path, monkeypatch: pytest.MonkeyPatch, fault: type[BaseException]
+) -> None:
+    def broken(*_: object) -> None:
+        raise fault("out of luck")
+
+    async with bench(model) as made:
+        with monkeypatch.context() as patched:
+            patched.setattr(Compiler, "compile", broken)
+            told = await run(made.frontend, choices("yes"))
+        assert told.code is grpc.StatusCode.INTERNAL and told.failed.reason == "GRAMMAR_FAILED"
+        assert "out of luck" in told.failed.message and made.server.engine._grammars.num_waiting == 0
+        assert stopped(await run(made.frontend, choices("yes")))
+
+
 async def test_too_many_requests_that_wait_for_their_grammars_are_refused(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,7 +328,7 @@ async def test_too_many_requests_that_wait_for_their_grammars_are_refused(
         await finished(slow)
 
 
-async def test_a_frontend_that_leaves_and_a_drain_end_what_waits_to_be_compiled(model: Path) -> None:
+async def test_what_waits_to_be_compiled_ends_with_its_frontend_but_not_with_a_drain(model: Path) -> None:
     stub = StubExecutor(max_in_flight=2)
     async with stub, scheduler_for(stub, model) as server:
         async with Frontend(server) as frontend:
@@ -296,11 +339,15 @@ async def test_a_frontend_that_leaves_and_a_drain_end_what_waits_to_be_compiled(
         await until(lambda: server.engine._grammars.num_waiting == 0)
         async with Frontend(server) as frontend:
             await frontend.greeted()
-            told = await submit(frontend, Grammar(regex=WIDE + "c"))
+            told = await submit(frontend, Grammar(regex=WIDE + "c"), max_tokens=1)
             await frontend.synced()
             draining = asyncio.ensure_future(server.engine.drain())
+            await until(lambda: server.engine.state == engine_pb2.ENGINE_STATE_DRAINING)
+            late = await run(frontend, choices("yes"))
+            assert late.code is grpc.StatusCode.UNAVAILABLE and late.failed.reason == "DRAINING"
+            assert not told.done.is_set()
             await finished(told)
-            assert told.code is grpc.StatusCode.UNAVAILABLE and told.failed.reason == "DRAINING"
+            assert told.failed is None and len(told.ids) == 1
             await draining
 
 

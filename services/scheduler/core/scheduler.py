@@ -276,7 +276,7 @@ class Scheduler:
 
     def _fail_row(self, request: Request, kind: str, updates: Updates) -> None:
         if kind == NO_ID_LEFT:
-            message = "its grammar, bans and bias together leave no id that may come next; loosen one of them"
+            message = "its bans and bias together leave no id that may come next; loosen one of them"
             self._fail(request, FailureKind.NO_ID_LEFT, message, updates)
             return
         self._residents.distrust(request)
