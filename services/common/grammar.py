@@ -95,6 +95,16 @@ class Grammar:
             case StructuralTags():
                 return "structural_tags"
 
+    def has_room_for(self, mark: str) -> bool:
+        """Whether an output may have it as a mark: in text that is free, or because the grammar names it."""
+        match self.rule:
+            case StructuralTags(required=required, text_until=until):
+                return not required or bool(until)
+            case JsonSchema():
+                return False  # in a string of the JSON it is no mark
+            case _:
+                return any(mark in text for text in self._texts())
+
     def _texts(self) -> list[str]:
         match self.rule:
             case JsonSchema(text) | Regex(text) | Lark(text):

@@ -121,7 +121,8 @@ class _Worker:
         self._budget = budget
         eos = ",".join(map(str, sorted(eos_ids)))
         module = "services.frontend.grammar_worker"
-        self._command = [sys.executable, "-m", module, str(folder), eos, str(budget.compile_bytes)]
+        # -P: a folder `services` where the user stands must not be taken for ours.
+        self._command = [sys.executable, "-P", "-m", module, str(folder), eos, str(budget.compile_bytes)]
         self._process: asyncio.subprocess.Process | None = None
 
     async def compile(self, grammar: Grammar) -> tuple[str, str] | None:

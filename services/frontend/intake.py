@@ -45,7 +45,8 @@ class Intake:
         prompt = await self._model.encode_chat(conversation, field)
         job = self._job(prompt.ids, options, facts, prompt_field=field, path=path)
         options = replace(options, grammar=await self._grammar(conversation, prompt, options, facts, path))
-        return await self._echoing(replace(job, options=options, formats=prompt.formats))
+        formats = prompt.formats and prompt.formats.held_to(options.grammar)
+        return await self._echoing(replace(job, options=options, formats=formats))
 
     async def tokenize(self, request: inference_pb2.TokenizeRequest) -> tuple[int, ...]:
         """The ids that Generate or Chat would make of the same input. Raises RequestError."""

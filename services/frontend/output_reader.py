@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import string
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from services.common.grammar import Grammar
 from services.frontend.reasoning.tags import ReasoningFormat
 from services.frontend.tape import Call, Parts, Reading, Tape
 from services.frontend.tool_calls.format import ToolCallFormat
@@ -29,6 +30,12 @@ class OutputFormats:
         """What steers reading though it may be a special token, which text leaves out."""
         found = self.reasoning.marks if self.reasoning else ()
         return found + (self.tool_calls.marks if self.tool_calls else ())
+
+    def held_to(self, grammar: Grammar | None) -> OutputFormats:
+        """What is left to look for: a grammar holds from the first id, and one that never closes reasoning has none."""
+        if grammar is None or self.reasoning is None or grammar.has_room_for(self.reasoning.close):
+            return self
+        return replace(self, reasoning=None, in_reasoning=False)
 
     def read(self, tape: Tape) -> Reading[None]:
         """All of an answer."""

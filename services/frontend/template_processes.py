@@ -137,6 +137,7 @@ class _Process:
         return cls(
             await asyncio.create_subprocess_exec(
                 sys.executable,
+                "-P",  # a folder `services` where the user stands must not be taken for ours
                 "-m",
                 "services.frontend.template_worker",
                 str(os.getpid()),

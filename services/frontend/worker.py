@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
 from services.common import collector
 from services.common.dying import die_with
 from services.common.errors import StartError
+
+COULD_NOT_SERVE = os.EX_CONFIG
+"""Exit code of a process that found a reason in its configuration: another try finds it again. A crash exits with 1."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -20,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
         return serve_one(argv[2:], shared_port=int(argv[1]))
     except StartError as error:
         print(f"triptych: error: {error}", file=sys.stderr)  # noqa: T201  what a command says when it cannot serve
-        return 1
+        return COULD_NOT_SERVE
 
 
 if __name__ == "__main__":

@@ -19,9 +19,8 @@ from collections.abc import Iterator, Sequence
 from services.common.errors import StartError
 from services.common.server import free_port
 from services.frontend.config import FrontendConfig
+from services.frontend.worker import COULD_NOT_SERVE
 
-COULD_NOT_SERVE = 1
-"""Exit code of a process that found a reason in its configuration: another try finds it again."""
 AGAIN_S = 1.0
 CUT_S = 5.0
 """What a process is given, past its drain, before it is killed."""
@@ -39,7 +38,10 @@ class Workers:
         self._ending = asyncio.Event()
 
     async def run(self) -> int:
-        """Serves until SIGTERM or SIGINT; the exit code. Raises StartError where the port cannot be had."""
+        """Serves until SIGTERM or SIGINT; the exit code, 1 where a process could not serve or ended badly.
+
+        Raises StartError where the port cannot be had.
+        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._end)
@@ -48,11 +50,9 @@ class Workers:
         return max(codes)
 
     async def _keep(self, number: int, port: int) -> int:
-        """One process after the other, until the end; then the last one's exit code."""
+        """One process after the other, until the end; then 1 where the last one's exit code was an error."""
         while True:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "services.frontend.worker", str(os.getpid()), str(port), *self._argv
-            )
+            process = await self._start(port)
             self._running.add(process)
             if self._ending.is_set():
                 process.terminate()  # it was being started when the signal came
@@ -61,12 +61,18 @@ class Workers:
             if code == COULD_NOT_SERVE:
                 self._end()
             if self._ending.is_set():
-                return code if code > 0 else 0
+                return int(code > 0)
             log.warning("frontend process %d (pid %d) ended with %d; starting another", number, process.pid, code)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), AGAIN_S)
             if self._ending.is_set():
                 return 0
+
+    async def _start(self, port: int) -> Process:
+        """One in a session of its own: a signal to the whole group and then ours would be two, and cut its drain."""
+        # -P: a folder `services` where the user stands must not be taken for ours.
+        arguments = ("-P", "-m", "services.frontend.worker", str(os.getpid()), str(port), *self._argv)
+        return await asyncio.create_subprocess_exec(sys.executable, *arguments, start_new_session=True)
 
     async def _ended(self, process: Process) -> int:
         """Its exit code, once it has ended; one that does not drain in time is killed."""

@@ -3,10 +3,12 @@ executor that draws at random what masks allow."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import grpc
+import jsonschema
 import pytest
 from triptych.inference.v1 import generation_pb2, inference_pb2
 
@@ -54,6 +56,49 @@ async def test_reasoning_goes_on(path: Path) -> None:
         request = Chat(messages=[asked()], options=inference_pb2.Options(seed=1, max_tokens=24))
         request.template_args.update({"thinking": "open"})
         await check_every_cut(stub.Chat, request)
+
+
+@pytest.mark.parametrize("thinking", ["open", "off"])
+async def test_an_answer_held_to_a_grammar_is_text_though_the_prompt_opened_the_reasoning(
+    path: Path, thinking: str
+) -> None:
+    async with engine(path) as stub:
+        options = inference_pb2.Options(seed=5, max_tokens=120, grammar=generation_pb2.Grammar(json_schema=PERSON))
+        request = Chat(messages=[asked()], options=options)
+        request.template_args.update({"thinking": thinking})
+        answer = await stub.ChatUnary(inference_pb2.ChatUnaryRequest(request=request), timeout=60)
+        (choice,) = answer.response.choices
+        assert not choice.reasoning
+        jsonschema.validate(json.loads(choice.text), json.loads(PERSON))
+        await check_every_cut(stub.Chat, request, every=3)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        generation_pb2.Grammar(lark='start: "so " </think> "yes"'),
+        generation_pb2.Grammar(
+            structural_tags=generation_pb2.Grammar.StructuralTags(
+                tags=[generation_pb2.Grammar.Tag(begin="<a>", json_schema='{"enum": [1]}', end="</a>")],
+                required=True,
+                text_until="</think>",
+            )
+        ),
+    ],
+    ids=["lark", "structural_tags"],
+)
+async def test_a_grammar_that_leaves_room_for_reasoning_has_it_told_apart(
+    path: Path, grammar: generation_pb2.Grammar
+) -> None:
+    async with engine(path) as stub:
+        options = inference_pb2.Options(seed=1, n=4, max_tokens=300, grammar=grammar)
+        request = Chat(messages=[asked()], options=options)
+        request.template_args.update({"thinking": "open"})
+        answer = await stub.ChatUnary(inference_pb2.ChatUnaryRequest(request=request), timeout=60)
+        closed = [choice for choice in answer.response.choices if choice.text]
+        assert closed, "some closed their reasoning before the length"
+        for choice in closed:
+            assert choice.reasoning and choice.text.startswith(("yes", "<a>")), choice
 
 
 @pytest.mark.parametrize("forced", [False, True])

@@ -7,9 +7,10 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import grpc
 import psutil
@@ -19,19 +20,35 @@ from triptych.inference.v1 import inference_pb2, inference_pb2_grpc
 from loadtest.stub_engine import StubEngine
 from services.common.errors import StartError
 from services.frontend.main import main
-from tests.frontend.harness import scripted
+from tests.frontend.harness import scripted, user
 from tests.frontend.test_process import RUN, START_S
 from tests.support.calls import by_ids, greedy
 
+CRASH_ONCE = """
+import pathlib, sys
+crashed = pathlib.Path(__file__).with_name("crashed")
+if "services.frontend.worker" in sys.orig_argv and not crashed.exists():
+    from services.common import collector
+    def hold():
+        crashed.touch()
+        raise RuntimeError("it crashes")
+    collector.hold = hold
+"""
+"""A module sitecustomize, which Python imports as it starts: the first processes of a frontend end by an exception."""
+Answer = TypeVar("Answer")
 OWN = [("grpc.use_local_subchannel_pool", 1)]
 
 
 @asynccontextmanager
-async def workers(count: int, engine: StubEngine, model: Path, *flags: str) -> AsyncIterator[tuple[int, str]]:
-    """(pid, address) of a command whose processes have all attached to the engine."""
-    command = [sys.executable, "-c", RUN, "--port", "0", "--workers", str(count), "--engine", engine.address]
+async def workers(count: int, engine: StubEngine, model: Path, **environment: str) -> AsyncIterator[tuple[int, str]]:
+    """(pid, address) of a command, in a process group of its own, whose processes have all attached to the engine."""
+    command = [sys.executable, "-P", "-c", RUN, "--port", "0", "--workers", str(count), "--engine", engine.address]
     child = await asyncio.create_subprocess_exec(
-        *command, "--model", str(model), *flags, stderr=asyncio.subprocess.PIPE
+        *command,
+        *("--model", str(model)),
+        stderr=asyncio.subprocess.PIPE,
+        env=os.environ | environment,
+        start_new_session=True,
     )
     assert child.stderr is not None
     try:
@@ -65,13 +82,24 @@ def runs(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
+async def once_attached(call: Callable[[], Awaitable[Answer]]) -> Answer:
+    """An answer; the engine has a process's hello a moment before the process has the engine's."""
+    async with asyncio.timeout(START_S):
+        while True:
+            try:
+                return await call()
+            except grpc.aio.AioRpcError as error:
+                if "no engine is attached" not in (error.details() or ""):
+                    raise
+                await asyncio.sleep(0.05)
+
+
 async def answered(address: str) -> int:
     """How many ids a call of a connection of its own got."""
+    request = inference_pb2.GenerateUnaryRequest(request=by_ids([10], greedy(max_tokens=3)))
     async with grpc.aio.insecure_channel(address, options=OWN) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        answer = await stub.GenerateUnary(
-            inference_pb2.GenerateUnaryRequest(request=by_ids([10], greedy(max_tokens=3))), wait_for_ready=True
-        )
+        answer = await once_attached(lambda: stub.GenerateUnary(request, wait_for_ready=True))
         return len(answer.response.choices[0].token_ids)
 
 
@@ -87,7 +115,12 @@ async def test_connections_are_spread_and_a_process_that_dies_is_replaced(text_m
         assert await asyncio.gather(*(answered(address) for _ in range(8))) == [3] * 8
 
 
-async def test_a_sigterm_lets_the_streams_of_every_process_finish(text_model: Path) -> None:
+@pytest.mark.parametrize(
+    ("kill", "number"), [(os.kill, signal.SIGTERM), (os.killpg, signal.SIGINT)], ids=["SIGTERM", "Ctrl-C"]
+)
+async def test_a_signal_to_the_command_or_its_group_lets_running_streams_finish(
+    text_model: Path, kill: Callable[[int, int], None], number: int
+) -> None:
     async with (
         scripted([50], step_s=0.02) as engine,
         workers(2, engine, text_model) as (pid, address),
@@ -95,11 +128,39 @@ async def test_a_sigterm_lets_the_streams_of_every_process_finish(text_model: Pa
     ):
         stream = inference_pb2_grpc.InferenceServiceStub(channel).Generate(by_ids([10], greedy(max_tokens=40)))
         await stream.read()
-        os.kill(pid, signal.SIGTERM)
+        kill(pid, number)
         ids = 0
         while (message := await stream.read()) is not grpc.aio.EOF:
             ids += sum(len(choice.token_ids) for choice in message.choices)
         assert ids == 40
+
+
+async def test_a_process_that_crashes_as_it_starts_is_replaced(text_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(CRASH_ONCE)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    async with scripted([50]) as engine, workers(2, engine, text_model, PYTHONPATH=path) as (_, address):
+        assert (tmp_path / "crashed").exists()
+        assert await answered(address) == 3
+
+
+async def test_no_process_takes_a_folder_services_where_the_user_stands_for_its_own(
+    text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The frontend's, the one that renders the chat template, and the one that compiles grammars."""
+    (tmp_path / "services").mkdir()
+    (tmp_path / "services" / "__init__.py").write_text("raise SystemExit('this is not ours')")
+    monkeypatch.chdir(tmp_path)
+    options = greedy(max_tokens=3)
+    options.grammar.regex = "a+"
+    request = inference_pb2.ChatUnaryRequest(request=inference_pb2.ChatRequest(messages=[user("hi")], options=options))
+    async with (
+        scripted([50]) as engine,
+        workers(2, engine, text_model) as (_, address),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        answer = await once_attached(lambda: stub.ChatUnary(request, wait_for_ready=True))
+        assert len(answer.response.choices[0].token_ids) == 3
 
 
 async def test_none_outlives_the_command(text_model: Path) -> None:
