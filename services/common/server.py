@@ -7,6 +7,7 @@ import logging
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -29,6 +30,22 @@ _KEEPALIVE_PERMITTED = [
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
 ]
+
+
+@dataclass(frozen=True)
+class ConnectionAge:
+    """When a connection is ended so that its client looks for servers again; its calls go on for `grace_s`, then are
+    cut. gRPC varies the age by a tenth, so that clients do not all come back together."""
+
+    most_s: float
+    grace_s: float
+
+    def options(self) -> list[tuple[str, Any]]:
+        """Of a server."""
+        return [
+            ("grpc.max_connection_age_ms", round(self.most_s * 1000)),
+            ("grpc.max_connection_age_grace_ms", round(self.grace_s * 1000)),
+        ]
 
 
 def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES, *, shares_port: bool = False) -> list[tuple[str, Any]]:
@@ -74,15 +91,23 @@ def free_port(host: str, port: int) -> int:
 class Server:
     """One listener with health and reflection; servicers are added to `grpc` before `start`.
 
-    With `shares_port`, other processes of this user listen on the port too (SO_REUSEPORT).
+    With `shares_port`, other processes of this user listen on the port too (SO_REUSEPORT). Without `connection_age`,
+    as the internal streams need it, a connection lives as long as its client keeps it.
     """
 
     def __init__(
-        self, host: str, port: int, *, max_message_bytes: int = MAX_MESSAGE_BYTES, shares_port: bool = False
+        self,
+        host: str,
+        port: int,
+        *,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        shares_port: bool = False,
+        connection_age: ConnectionAge | None = None,
     ) -> None:
-        self.grpc = grpc.aio.server(
-            interceptors=[ErrorInterceptor()], options=server_options(max_message_bytes, shares_port=shares_port)
-        )
+        options = server_options(max_message_bytes, shares_port=shares_port)
+        if connection_age is not None:
+            options += connection_age.options()
+        self.grpc = grpc.aio.server(interceptors=[ErrorInterceptor()], options=options)
         self._shares_port = shares_port
         self.health = Health()
         self.health.add_to(self.grpc)

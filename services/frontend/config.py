@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from services.common.config import Address, ServiceConfig
+from services.common.server import ConnectionAge
 from services.frontend.grammar_check import Budget as GrammarBudget
 from services.frontend.request import Limits
 from services.frontend.template_processes import Budget as TemplateBudget
@@ -37,6 +38,19 @@ class FrontendConfig(ServiceConfig):
         "it needs the extra vllm-adapter",
     )
     max_message_bytes: int = Field(4 * 1024 * 1024, ge=4096, description="largest message of the public API, both ways")
+    max_connection_age_s: float | None = Field(
+        None,
+        ge=0.1,
+        le=604_800,
+        description="seconds after which a client's connection is ended, without loss to its calls, so that it looks "
+        "for frontends again and work spreads over new ones; unset: never",
+    )
+    max_connection_age_grace_s: float = Field(
+        3600.0,
+        ge=0.1,
+        le=604_800,
+        description="seconds that calls go on after that, then they are cut; give more than the longest stream takes",
+    )
     max_prompt_bytes: int = Field(
         1024 * 1024, ge=1, description="UTF-8 bytes of a text prompt, or of all that a chat holds"
     )
@@ -113,6 +127,12 @@ class FrontendConfig(ServiceConfig):
         if message_bytes is not None and prompt_bytes >= message_bytes:
             raise ValueError(f"must be below max_message_bytes, {message_bytes}, which holds the prompt")
         return prompt_bytes
+
+    def connection_age(self) -> ConnectionAge | None:
+        """Of clients' connections; None: without end."""
+        if self.max_connection_age_s is None:
+            return None
+        return ConnectionAge(self.max_connection_age_s, self.max_connection_age_grace_s)
 
     def template_budget(self) -> TemplateBudget:
         """Of rendering a chat."""

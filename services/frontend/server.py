@@ -42,7 +42,11 @@ class Frontend:
         self.grammars = GrammarCheck(self.model.folder, sorted(self.model.eos_ids), config.grammar_budget())
         self.calls = Calls()
         self.server = Server(
-            config.host, config.port, max_message_bytes=config.max_message_bytes, shares_port=shares_port
+            config.host,
+            config.port,
+            max_message_bytes=config.max_message_bytes,
+            shares_port=shares_port,
+            connection_age=config.connection_age(),
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
             InferenceService(self.model, self.engine, self.calls, self.grammars, config.limits()), self.server.grpc

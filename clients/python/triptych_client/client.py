@@ -37,7 +37,8 @@ class Client:
     channel is plain text. `retry` says how calls that break are tried again; None: not.
 
     `address` is a gRPC target: HOST:PORT, or several frontends as "ipv4:10.0.0.1:50051,10.0.0.2:50051", of which the
-    next is taken when one is gone.
+    next is taken when one is gone. Calls to a name that stands for several addresses ("dns:///frontends:50051", a
+    headless Service of Kubernetes) are spread over all of them; it is looked up again when a connection ends.
     """
 
     def __init__(
@@ -223,9 +224,19 @@ def _begin(method: Any, metadata: Any, request: Any, timeout_s: float | None) ->
     return method(request, timeout=timeout_s, metadata=metadata)
 
 
-def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, int]]:
-    """Options of a channel to a frontend."""
+_SPREAD = '{"loadBalancingConfig":[{"round_robin":{}}]}'
+
+
+def channel_options(address: str, max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, int | str]]:
+    """Options of a channel to that target. A list of addresses is in the caller's order, so its first one is taken;
+    the addresses of a name have none, so calls are spread over them."""
+    listed = address.startswith(("ipv4:", "ipv6:", "unix:", "unix-abstract:"))
+    balance: list[tuple[str, int | str]] = [] if listed else [("grpc.service_config", _SPREAD)]
     return [
+        *balance,
+        # Names are looked up when a connection ends. gRPC's least time between two look-ups, 30 s, is longer than the
+        # tries of a call last, and a frontend that came back elsewhere would not be found by them.
+        ("grpc.dns_min_time_between_resolutions_ms", 1_000),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.keepalive_time_ms", 30_000),
@@ -234,7 +245,7 @@ def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[st
 
 
 def _open(address: str, credentials: grpc.ChannelCredentials | None, max_message_bytes: int) -> grpc.aio.Channel:
-    options = channel_options(max_message_bytes)
+    options = channel_options(address, max_message_bytes)
     if credentials is None:
         return grpc.aio.insecure_channel(address, options)
     return grpc.aio.secure_channel(address, credentials, options)

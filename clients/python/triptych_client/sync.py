@@ -123,7 +123,7 @@ class SyncClient:
         self._timeout_s = timeout_s
         self._metadata = (*metadata, *_requests.metadata(tenant))
         self._retry = retry
-        options = channel_options(max_message_bytes)
+        options = channel_options(address, max_message_bytes)
         self._channel = (
             grpc.insecure_channel(address, options)
             if credentials is None
