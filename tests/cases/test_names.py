@@ -15,6 +15,7 @@ from loadtest.stub_engine import Faults, StubEngine
 from services.frontend.config import FrontendConfig
 from services.frontend.server import Frontend
 from tests.frontend.harness import attached, scripted, text_checkpoint
+from tests.support.attached import until
 from tests.support.checkpoints import EOS_ID
 from tests.support.names import Names, naming
 from triptych_client import Client, Delta, SyncClient, TriptychError
@@ -155,9 +156,7 @@ async def test_G7_a_call_is_made_again_before_its_first_token_where_retries_are_
         await fleet.start(B, scripted(SCRIPT))
         async with Client(fleet.target, retry=retry) as client:
             reading = asyncio.create_task(read(client, fleet))
-            async with asyncio.timeout(5):
-                while fleet.served()[A] == 0:
-                    await asyncio.sleep(0.01)
+            await until(lambda: fleet.served()[A] > 0, 5)
             fleet.names.addresses = [B]
             await fleet.stop(A)
             if retry is None:

@@ -99,7 +99,7 @@ class Engine:
         except BaseException:
             self.close()
             raise
-        self._channel = grpc.insecure_channel(self._address, channel_options())
+        self._channel = grpc.insecure_channel(self._address, channel_options(self._address))
         return self
 
     def close(self) -> None:
