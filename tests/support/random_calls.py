@@ -18,6 +18,8 @@ from triptych.inference.v1 import inference_pb2
 from tests.support.random_messages import METHODS, Call, calls
 
 SEED_VARIABLE = "TRIPTYCH_RANDOM_SEED"
+A_RUN = 2000
+"""Calls that hypothesis makes with one seed: it remembers all of a run, 7 KB each."""
 AT_ONCE = 4
 LIMIT_S = 30.0
 """Of AT_ONCE calls together, on a machine that does other things too."""
@@ -41,6 +43,16 @@ def run(address: str, loop: asyncio.AbstractEventLoop, count: int, after_each: C
     number = int(os.environ.get(SEED_VARIABLE) or secrets.randbits(32))
     print(f"random input: {SEED_VARIABLE}={number}", flush=True)
     codes: Counter[str] = Counter()
+    for i, begin in enumerate(range(0, count, A_RUN)):
+        codes += _run(number + i, address, loop, min(A_RUN, count - begin), after_each)
+    print(f"random input: {codes}", flush=True)
+    return codes
+
+
+def _run(
+    number: int, address: str, loop: asyncio.AbstractEventLoop, count: int, after_each: Callable[[], None]
+) -> Counter[str]:
+    codes: Counter[str] = Counter()
 
     @seed(number)
     @settings(
@@ -57,7 +69,6 @@ def run(address: str, loop: asyncio.AbstractEventLoop, count: int, after_each: C
         after_each()
 
     check()
-    print(f"random input: {codes}", flush=True)
     return codes
 
 
