@@ -46,8 +46,7 @@ def main(argv: Sequence[str]) -> int:
     path = checkpoint.find(settings.model, revision=settings.revision, offline=settings.offline, weights=True)
     architecture.read(path)
     weight_files(path)
-    device = devices.choose(settings.device, settings.kernels)
-    _refuse_together(settings, device)
+    device = _device(settings)
     if settings.tp_rank:
         joined.run(path, settings, _threads(settings))
         return 0
@@ -87,8 +86,9 @@ def _executor(path: Path, settings: ExecutorConfig, device: Device | None) -> Ex
         raise
 
 
-def _refuse_together(settings: ExecutorConfig, device: Device | None) -> None:
-    """Raises StartError for options that are not served with one another."""
+def _device(settings: ExecutorConfig) -> Device | None:
+    """The card, None for the CPU. Raises StartError for options that are not served with one another."""
+    device = devices.choose(settings.device, settings.kernels)
     if settings.tp_size > 1 and device is not None:
         raise StartError(f"--tp-size is {settings.tp_size}: ranks are served on the CPU alone yet; give --device cpu")
     if settings.tp_size > 1 and settings.attention_backend is not None:
@@ -97,6 +97,7 @@ def _refuse_together(settings: ExecutorConfig, device: Device | None) -> None:
         raise StartError(
             f"--cuda-graph-sizes is {settings.cuda_graph_sizes}, but the device is the CPU; leave it unset"
         )
+    return device
 
 
 def _peers(path: Path, settings: ExecutorConfig, threads: int) -> Peers:

@@ -215,16 +215,16 @@ def test_auto_is_the_first_card_or_the_cpu_with_the_reason(
     ],
 )
 def test_options_that_are_not_served_with_one_another_are_refused(
-    options: dict[str, Any], said: str, card: _Card, tmp_path: Path
+    options: dict[str, Any], said: str, card: _Card
 ) -> None:
     settings = ExecutorConfig(threads=1, **options)
     with pytest.raises(StartError, match=said):
-        executor_main._executor(tmp_path, settings)
+        executor_main._device(settings)
 
 
 def test_an_executor_on_a_card_is_made_of_its_options(card: _Card, tiny: Path) -> None:
     settings = ExecutorConfig(threads=1, device="cuda:1", cuda_graph_sizes="4, 1", attention_backend="torch-sdpa")
-    executor: Any = executor_main._executor(tiny, settings)
+    executor: Any = executor_main._executor(tiny, settings, executor_main._device(settings))
     assert executor._device.name == "cuda:1" and executor._graph_sizes == (4, 1)
     assert executor._attention_backend == "torch-sdpa" and executor.dtypes.default == torch.float32
 
