@@ -293,7 +293,7 @@ async def test_the_deadline_travels_and_is_kept(served: tuple[Scripted, Client])
         await client.chat("Hi", timeout_s=1.5).collect()
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
     assert scripted.time_remaining_s is not None
-    assert 0 < scripted.time_remaining_s <= 1.5
+    assert 0 < scripted.time_remaining_s < 1.52  # gRPC rounds it up to three digits on its way, by 1% at most
 
 
 async def _read_one(client: Client) -> None:
