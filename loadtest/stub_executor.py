@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from triptych.executor.v1 import executor_pb2, executor_pb2_grpc
 from loadtest import stub_logprobs
 from loadtest.stub_batch import Batch, NoIdError, PlanError, Row, own_logprob
 from loadtest.stub_masks import Allowed, StubMasks
+from services.common.health import Health
 from services.common.server import server_options
 
 HEARTBEAT_INTERVAL_S = 1.0
@@ -42,6 +43,8 @@ class Faults:
     cut_at_step: int | None = None  # the stream ends without a word
     hang_at_step: int | None = None  # never answered
     wrong_count_at_step: int | None = None  # a result with one id too many
+    deadly: frozenset[tuple[int, int]] = frozenset()  # (seed, output position) in whose step the stream ends
+    blamed: frozenset[tuple[int, int]] = frozenset()  # in whose step a Fault names the slot
     epochs: int = 1  # step faults happen in so many epochs
 
 
@@ -100,6 +103,9 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         """Listens on 127.0.0.1; `port` tells where."""
         self._server = grpc.aio.server(options=server_options())
         executor_pb2_grpc.add_ExecutorServiceServicer_to_server(self, self._server)
+        self._health = Health()
+        self._health.add_to(self._server)
+        await self._health.set_live(True)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
         await self._server.start()
 
@@ -214,11 +220,13 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             asyncio.create_task(_beat(epoch, events)),
         ]
         try:
+            await self._health.set_generate(True)
             while (event := await events.get()) is not None:
                 yield event
                 if event.HasField("fault"):
                     return
         finally:
+            await self._health.set_generate(False)
             for task in tasks:
                 task.cancel()
 
@@ -285,7 +293,7 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         except PlanError as error:
             self._fault(events, error)
         except _Injected as error:
-            events.put_nowait(_fault(executor_pb2.FAULT_KIND_DEVICE, str(error)))
+            events.put_nowait(_fault(executor_pb2.FAULT_KIND_DEVICE, str(error), error.slots))
 
     def _fault(self, events: asyncio.Queue[executor_pb2.RunResponse | None], error: PlanError) -> None:
         self._violations.append(str(error))
@@ -303,6 +311,10 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             raise _Injected(f"injected in step {step}")
         if faulty and step == self.faults.cut_at_step:
             return None
+        if self._holds(rows, self.faults.deadly):
+            return None
+        if blamed := self._holds(rows, self.faults.blamed):
+            raise _Injected(f"injected in step {step}", blamed)
         if faulty and step == self.faults.hang_at_step:
             await asyncio.Event().wait()
         masked = frozenset(np.frombuffer(taken.plan.masked_slots, "<u4").tolist())
@@ -314,6 +326,11 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         if faulty and step == self.faults.wrong_count_at_step:
             result.token_ids += b"\0\0\0\0"
         return result
+
+    @staticmethod
+    def _holds(rows: list[Row], places: frozenset[tuple[int, int]]) -> list[int]:
+        """The slots of rows that draw an id of these (seed, output position)."""
+        return [row.number for row in rows if row.samples and (row.slot.seed, row.slot.output_position) in places]
 
     def _result(
         self, batch: Batch, step: int, rows: list[Row], masks: Mapping[int, Allowed]
@@ -376,7 +393,9 @@ class _Taken:
 
 
 class _Injected(Exception):  # noqa: N818
-    pass
+    def __init__(self, message: str, slots: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.slots = slots
 
 
 async def _beat(epoch: int, events: asyncio.Queue[executor_pb2.RunResponse | None]) -> None:
@@ -389,8 +408,9 @@ def _heartbeat(epoch: int) -> executor_pb2.RunResponse:
     return executor_pb2.RunResponse(heartbeat=executor_pb2.Heartbeat(epoch=epoch, sent_unix_ns=time.time_ns()))
 
 
-def _fault(kind: executor_pb2.FaultKind.ValueType, message: str) -> executor_pb2.RunResponse:
-    return executor_pb2.RunResponse(fault=executor_pb2.Fault(kind=kind, message=message))
+def _fault(kind: executor_pb2.FaultKind.ValueType, message: str, slots: Sequence[int] = ()) -> executor_pb2.RunResponse:
+    column = np.array(slots, dtype="<u4").tobytes()
+    return executor_pb2.RunResponse(fault=executor_pb2.Fault(kind=kind, message=message, slots=column))
 
 
 def _scores(row: Row) -> executor_pb2.PromptLogprobs:

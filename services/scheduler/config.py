@@ -22,6 +22,17 @@ class SchedulerConfig(ServiceConfig):
 
     port: int = Field(50052, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     executor: Address = Field("127.0.0.1:50053", description="HOST:PORT of the executor")
+    spare_executors: tuple[Address, ...] = Field(
+        (),
+        description="HOST:PORT of further ones of the same kind, each taken when the one before is lost and no other "
+        "scheduler drives it",
+    )
+    recovery_s: float = Field(
+        120.0,
+        ge=0,
+        le=86400,
+        description="seconds that requests are kept when the executor is lost; without one then, they end UNAVAILABLE",
+    )
     served_model_name: str | None = Field(None, description="name told to frontends; unset: the checkpoint folder's")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",

@@ -2,8 +2,8 @@
 
 Its step loop is the sentence "plan, execute, apply, deliver", with as many steps under way as the executor takes: a
 plan is sent as soon as there is one, and never held back for another. Nothing in it waits for a frontend: what is
-delivered goes into outboxes. A Run stream is an epoch; when one is lost, all requests end UNAVAILABLE and the next
-starts empty.
+delivered goes into outboxes. A Run stream is an epoch; when one is lost, requests are kept, and go on in the next from
+the ids they have.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from triptych.engine.v1 import admin_pb2, engine_pb2
@@ -65,14 +66,17 @@ SUBMIT_BYTES = 1024 * 1024
 class Engine:
     """Serves from `run` on; the other methods are called from the same event loop and return at once."""
 
-    def __init__(self, model: Model, link: ExecutorLink, journal: Journal | None = None) -> None:
+    def __init__(self, model: Model, links: Sequence[ExecutorLink], journal: Journal | None = None) -> None:
+        """`links` in the order in which executors are taken; after the last comes the first again."""
         self.model = model
         self._journal = journal
         self.changed = asyncio.Event()
         """Set with every change of state, for whoever tells others."""
         self.idle_faults = 0
         """Times that the idle check found the books out of balance; a bug each."""
-        self._link = link
+        self._links = deque(links)  # the first is in use, or is tried next
+        self._own_link = links[0]  # nobody else's; the others are shared with other schedulers
+        self._giving_up: asyncio.TimerHandle | None = None
         self._frontends = Frontends()
         self._core: Scheduler | None = None
         self._first: tuple[ExecutorFacts, Limits] | None = None  # of the first epoch; what frontends were told
@@ -307,7 +311,7 @@ class Engine:
                 if now_s - told_s >= _WAITING_LOG_INTERVAL_S:
                     normal = isinstance(error, ExecutorLostError) and now_s - since_s < _NORMAL_WAIT_S
                     level = logging.INFO if normal else logging.WARNING
-                    log.log(level, "waiting for the executor at %s: %s", self._link.address, error)
+                    log.log(level, "waiting for the executor at %s: %s", self._links[0].address, error)
                     told_s = now_s
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, START_RETRY_S if now_s - since_s < _NORMAL_WAIT_S else LAST_RETRY_S)
@@ -316,11 +320,13 @@ class Engine:
                 await self._serve(run, self.core)
             except ExecutorTakenError as error:
                 self._lose(error)
+                self._give_up()  # whoever has the executor has its frontends too, or will
                 await self._stand_by()
                 since_s = time.monotonic()
             except ExecutorLostError as error:
                 self._lose(error)
-                await asyncio.sleep(FIRST_RETRY_S)
+                self._links.rotate(-1)
+                await asyncio.sleep(FIRST_RETRY_S if len(self._links) == 1 else 0)
                 since_s = time.monotonic()
             finally:
                 self._run = None
@@ -328,24 +334,48 @@ class Engine:
 
     async def _stand_by(self) -> None:
         """The newest scheduler has the executor; taking it back at once would leave both without."""
-        log.error("another scheduler drives the executor at %s; standing by until it leaves", self._link.address)
+        link = self._links[0]
+        log.error("another scheduler drives the executor at %s; standing by until it leaves", link.address)
         while True:
             await asyncio.sleep(_STAND_BY_INTERVAL_S)
-            if not await self._link.is_driven():
+            if not await link.is_driven():
                 return
 
     async def _connect(self) -> ExecutorRun:
-        facts = await self._link.load()
+        """An epoch on the first executor that takes one. Raises the error of the first that was tried."""
+        first_error: Exception | None = None
+        for place, link in enumerate(list(self._links)):
+            try:
+                if link is not self._own_link and await link.is_driven():
+                    raise ExecutorLostError(f"another scheduler drives the spare executor at {link.address}")
+                run = await self._open(link)
+            except (ExecutorLostError, StartError) as error:
+                if first_error is not None:
+                    log.info("nor the executor at %s: %s", link.address, error)
+                first_error = first_error or error
+            else:
+                self._links.rotate(-place)
+                return run
+        assert first_error is not None
+        raise first_error
+
+    async def _open(self, link: ExecutorLink) -> ExecutorRun:
+        facts = await link.load()
         core = self._core or self._new_core(self.model.limits(facts))
         num_blocks = self._blocks_of(facts, core)
-        await self._link.allocate(num_blocks)
+        await link.allocate(num_blocks)
         self._serves_grammars = await self._grammars.is_served() and GRAMMAR in facts.features
-        run = await self._link.open(facts.version, self._work.set)
+        run = await link.open(facts.version, self._work.set)
         core.new_epoch(num_blocks, facts.max_in_flight)
         self._grammars.masking.new_epoch()
         self._max_in_flight = self.model.max_in_flight(facts)
         self._self_test.new_epoch()
         self._run = run
+        if self._giving_up is not None:
+            self._giving_up.cancel()
+            self._giving_up = None
+        if self._core is not None and not self._serves_grammars:
+            self._deliver(self._grammars.fail_all("the executor that this engine has now serves no grammars"))
         log.info("serving %s on %s, epoch %d", self.model.name, facts.device, run.epoch)
         if self._core is None:
             self._core, self._first = core, (facts, core.limits)
@@ -368,12 +398,24 @@ class Engine:
 
     def _lose(self, error: ExecutorLostError) -> None:
         self._run = None
+        self._deliver(self.core.lose_epoch(error.blamed_slots))
+        self._grammars.masking.new_epoch()
         num_requests = self.core.num_requests - self._self_test.is_running
-        log.error("lost the executor: %s; %d requests end", error, num_requests)
-        message = "the executor was lost while this request waited or ran; try again"
-        self._deliver(self.core.fail_all(FailureKind.EXECUTOR_LOST, message))
-        self.core.new_epoch()
+        log.error("lost the executor: %s; %d requests are kept", error, num_requests)
+        self._giving_up = self._giving_up or asyncio.get_running_loop().call_later(
+            self.model.config.recovery_s, self._give_up
+        )
         self.changed.set()
+
+    def _give_up(self) -> None:
+        """Ends the requests that were kept; the frontend may know another engine."""
+        if self._giving_up is not None:
+            self._giving_up.cancel()
+            self._giving_up = None
+        if self.core.num_requests:
+            log.error("no executor in time: %d requests end", self.core.num_requests - self._self_test.is_running)
+            message = "the executor was lost while this request waited or ran; try again"
+            self._deliver(self.core.fail_all(FailureKind.EXECUTOR_LOST, message))
 
     async def _serve(self, run: ExecutorRun, core: Scheduler) -> NoReturn:
         while True:

@@ -13,7 +13,7 @@ from triptych.executor.v1 import executor_pb2, executor_pb2_grpc
 
 from services.common.contract import GRAMMAR, PROTOCOL_VERSION
 from services.common.errors import StartError
-from services.common.health import GENERATE
+from services.common.health import GENERATE, LIVENESS
 from services.common.server import channel_options
 from services.scheduler.executor_run import ExecutorLostError, ExecutorRun
 
@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S = 5.0
 HEALTH_TIMEOUT_S = 5.0
+REACH_TIMEOUT_S = 3.0
+"""A process that does not say in this time that it lives is not waited for: it may be frozen."""
 RECONNECT_MS = 250
 """Calls are tried again by the engine's own clock; the channel must not make them wait longer."""
 
@@ -66,6 +68,7 @@ class ExecutorLink:
 
     async def load(self) -> ExecutorFacts:
         """Has the weights loaded; progress goes to the log."""
+        await self._reach()
         request = executor_pb2.LoadRequest(
             min_version=PROTOCOL_VERSION, max_version=PROTOCOL_VERSION, features=(GRAMMAR,), config=self._config
         )
@@ -97,6 +100,14 @@ class ExecutorLink:
             await run.close()
             raise
         return run
+
+    async def _reach(self) -> None:
+        request = health_pb2.HealthCheckRequest(service=LIVENESS)
+        try:
+            await health_pb2_grpc.HealthStub(self._channel).Check(request, timeout=REACH_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            if error.code() in _PASSING:  # whether it is well is for the calls that follow to find out
+                raise ExecutorLostError(f"it cannot be reached: {error.code().name}: {error.details()}") from None
 
     async def is_driven(self) -> bool:
         """Whether a scheduler has a Run stream open there now: the executor's `generate` health says so."""

@@ -6,11 +6,12 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import numpy as np
 from triptych.executor.v1 import executor_pb2
 
 from services.scheduler.core.step import ResultError, StepPlan, StepResult
@@ -22,9 +23,18 @@ OPEN_TIMEOUT_S = 10.0
 STEP_SLACK_S = 5.0
 """Past the step's deadline the executor ends itself; this is how much longer its end may take to arrive."""
 
+SILENCE_LIMIT_S = 4.0
+"""An executor heard of for so long not at all is frozen or cut off: its heartbeats come each second."""
+
+_LISTEN_INTERVAL_S = 0.5
+
 
 class ExecutorLostError(Exception):
-    """The executor's stream has ended, or must; the message says why."""
+    """The executor's stream has ended, or must; the message says why. `blamed_slots`: whose requests it blames."""
+
+    def __init__(self, message: str, blamed_slots: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.blamed_slots = blamed_slots
 
 
 class ExecutorTakenError(ExecutorLostError):
@@ -79,6 +89,8 @@ class ExecutorRun:
         self._lost: ExecutorLostError | None = None
         self._writing = asyncio.Lock()  # a stream takes one message at a time
         self._reader = asyncio.create_task(self._read(), name=f"executor-run-{epoch}")
+        self._unheard_s = 0.0
+        self._listening = asyncio.get_running_loop().call_later(_LISTEN_INTERVAL_S, self._listen)
 
     @property
     def lost(self) -> ExecutorLostError | None:
@@ -130,7 +142,7 @@ class ExecutorRun:
 
     async def close(self) -> None:
         """Ends the stream, and with it the epoch."""
-        self._end_step()
+        self._lose(ExecutorLostError("its stream was closed"))
         self._call.cancel()
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
@@ -149,6 +161,7 @@ class ExecutorRun:
                 if self._lost is not None:
                     return  # too late: its deadline has passed
                 self.heard_s = time.monotonic()
+                self._unheard_s = 0.0
                 self._handle(message)
             code, details = await self._call.code(), await self._call.details()
             raise _ended(code, details)
@@ -170,7 +183,8 @@ class ExecutorRun:
         elif kind == "fault":
             fault = message.fault
             step = f" in step {fault.step}" if fault.HasField("step") else ""
-            raise ExecutorLostError(f"it reports {fault_name(fault.kind)}{step}: {fault.message}")
+            slots = np.frombuffer(fault.slots[: len(fault.slots) // 4 * 4], "<u4").tolist()
+            raise ExecutorLostError(f"it reports {fault_name(fault.kind)}{step}: {fault.message}", slots)
 
     def _take_result(self, message: executor_pb2.StepResult) -> None:
         if not self._plans:
@@ -201,6 +215,14 @@ class ExecutorRun:
             self._expiry.cancel()
             self._expiry = None
 
+    def _listen(self) -> None:
+        """Counts silence by ticks, not by the clock: after a stop of this process there is much still to be read."""
+        self._unheard_s += _LISTEN_INTERVAL_S
+        if self._unheard_s > SILENCE_LIMIT_S:
+            self._lose(ExecutorLostError(f"it has not been heard of for {SILENCE_LIMIT_S:g} s"))
+        else:
+            self._listening = asyncio.get_running_loop().call_later(_LISTEN_INTERVAL_S, self._listen)
+
     def _expire(self, plan: StepPlan) -> None:
         self._lose(ExecutorLostError(f"step {plan.step} is not done after {_limit_s(plan):g} s"))
 
@@ -208,6 +230,7 @@ class ExecutorRun:
         if self._lost is not None:
             return
         self._lost = error
+        self._listening.cancel()
         self._end_step()
         if not self._opened.done():
             self._opened.set_exception(error)

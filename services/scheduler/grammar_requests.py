@@ -91,6 +91,14 @@ class GrammarRequests:
         for key in self._compiling.keys_of(number):
             self._compiling.drop(key)
 
+    def fail_all(self, message: str) -> Updates:
+        """Ends what needs masks, of which there are none now."""
+        core = self._core()
+        updates = Updates(core.applied_step)
+        for key in self.masking.admitted():
+            updates.failed += core.fail(key, FailureKind.EXECUTOR_LOST, message).failed
+        return updates
+
     def planned(self, plan: StepPlan, run: ExecutorRun) -> None:
         """See Masking."""
         if plan.masked:

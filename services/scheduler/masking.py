@@ -111,6 +111,10 @@ class Masking:
         self._entries[key] = _Entry(state, is_stepwise, num_known)
         self.num_requests += 1
 
+    def admitted(self) -> list[RequestKey]:
+        """Of the choices that have states."""
+        return list(self._entries)
+
     def forget(self, key: RequestKey) -> None:
         """It has ended; one without a grammar is ignored."""
         self._entries.pop(key, None)

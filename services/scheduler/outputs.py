@@ -28,6 +28,7 @@ _STATUS = {
     FailureKind.GRAMMAR_FAILED: (grpc.StatusCode.INTERNAL, "GRAMMAR_FAILED"),
     FailureKind.GRAMMAR_CONTRADICTED: (grpc.StatusCode.INVALID_ARGUMENT, "GRAMMAR_CONTRADICTED"),
     FailureKind.EXECUTOR_LOST: (grpc.StatusCode.UNAVAILABLE, "EXECUTOR_LOST"),
+    FailureKind.POISON: (grpc.StatusCode.INTERNAL, "POISON"),
     FailureKind.DRAINING: (grpc.StatusCode.UNAVAILABLE, "DRAINING"),
 }
 _REASON = {

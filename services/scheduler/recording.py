@@ -17,7 +17,7 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,11 @@ class RecordedScheduler(Scheduler):
         """See Scheduler."""
         self._write("fail", key=list(key), kind=kind.value, message=message)
         return super().fail(key, kind, message)
+
+    def lose_epoch(self, blamed_slots: Collection[int] = ()) -> Updates:
+        """See Scheduler."""
+        self._write("lose_epoch", blamed_slots=list(blamed_slots))
+        return super().lose_epoch(blamed_slots)
 
     def new_epoch(self, num_blocks: int | None = None, max_in_flight: int | None = None) -> None:
         """See Scheduler."""

@@ -101,6 +101,9 @@ def _read(line: Any) -> Callable[[Scheduler, Replayed], object]:
         case "fail_all":
             kind, message = FailureKind(line["kind"]), line["message"]
             return lambda core, done: core.fail_all(kind, message)
+        case "lose_epoch":
+            blamed_slots = [int(slot) for slot in line["blamed_slots"]]
+            return lambda core, done: core.lose_epoch(blamed_slots)
         case "new_epoch":
             num_blocks, max_in_flight = line["num_blocks"], line["max_in_flight"]
             return lambda core, done: core.new_epoch(num_blocks, max_in_flight)

@@ -58,9 +58,11 @@ class SchedulerServer:
         self._config = config
         self._startup = startup or Startup()
         model = Model.read(config)
-        self._link = ExecutorLink(config.executor, model.engine_config())
+        self._links = [
+            ExecutorLink(address, model.engine_config()) for address in (config.executor, *config.spare_executors)
+        ]
         self._journal = Journal(config.record) if config.record is not None else None
-        self.engine = Engine(model, self._link, self._journal)
+        self.engine = Engine(model, self._links, self._journal)
         self.server = Server(config.host, config.port)
         if max_pending_bytes is None:
             max_pending_bytes = pending_limit_bytes(config.most_scores_bytes)
@@ -104,7 +106,8 @@ class SchedulerServer:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._link.close()
+        for link in self._links:
+            await link.close()
         self.engine.close()
         if self._journal is not None:
             self._journal.close()

@@ -361,14 +361,34 @@ async def test_an_abort_while_the_executor_waits_for_masks_leaves_everything_fre
         await made.idle()
 
 
-async def test_a_new_epoch_serves_grammars_as_the_first(model: Path, text: Callable[[Told], str]) -> None:
-    stub = StubExecutor(max_in_flight=2, faults=Faults(fault_at_step=5))
-    async with bench(model, stub=stub) as made:
-        lost = await run(made.frontend, Grammar(regex="[ab]{60}"))
-        assert lost.code is grpc.StatusCode.UNAVAILABLE
-        await until(lambda: made.server.engine.can_generate)
-        told = await run(made.frontend, Grammar(regex="[ab]{30}"))
-        assert stopped(told) and re.fullmatch("[ab]{30}", text(told))
+@pytest.mark.parametrize("fault_at_step", range(1, 12, 2))
+async def test_X3_grammars_go_on_in_a_new_epoch_where_they_were(
+    model: Path, text: Callable[[Told], str], fault_at_step: int
+) -> None:
+    faults = Faults(fault_at_step=fault_at_step, epochs=2)
+    async with bench(model, stub=StubExecutor(max_in_flight=2, faults=faults)) as made:
+        patterns = [("[ab]{30}", False), ("[ab]{8}0123456789[ab]{8}", True), ("(yes|no){12}", True)]
+        told = [await submit(made.frontend, Grammar(regex=p, forced_tokens=forced)) for p, forced in patterns]
+        await finished(*told)
+        for mine, (pattern, _) in zip(told, patterns, strict=True):
+            assert stopped(mine) and re.fullmatch(pattern, text(mine))
+        assert len(made.stub.epochs) > 1
+        await made.idle()
+
+
+async def test_a_later_executor_that_serves_no_grammars_ends_what_needs_them_and_nothing_else(model: Path) -> None:
+    async with bench(model, stub=StubExecutor(step_s=0.01)) as made:
+        masked = await submit(made.frontend, Grammar(regex="[ab]{200}"), max_tokens=300)
+        plain = await made.frontend.submit(PROMPT, max_tokens=60)
+        await masked.first.wait()
+        await made.stub.stop()
+        async with StubExecutor(port=made.stub.port, features=()):
+            await finished(masked, plain)
+            assert masked.code is grpc.StatusCode.UNAVAILABLE and masked.failed.reason == "EXECUTOR_LOST"
+            assert len(plain.ids) == 60
+            late = await run(made.frontend, Grammar(regex="[ab]{3}"))
+            assert late.code is grpc.StatusCode.UNIMPLEMENTED
+            await until_idle(made.server)
 
 
 async def test_logprobs_stand_beside_a_grammar_but_not_beside_forced_ids(model: Path) -> None:

@@ -157,7 +157,7 @@ async def test_C1_cancel_with_two_steps_under_way(model: Path) -> None:
     [Faults(fault_at_step=4), Faults(cut_at_step=4), Faults(wrong_count_at_step=4), Faults(hang_at_step=4)],
     ids=["fault", "cut", "contradiction", "hang"],
 )
-async def test_an_epoch_is_lost_with_both_its_steps(
+async def test_both_steps_of_a_lost_epoch_are_done_again(
     model: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan_codec, "BASE_DEADLINE_MS", 1000)
@@ -167,8 +167,7 @@ async def test_an_epoch_is_lost_with_both_its_steps(
         told = [await b.frontend.submit([n] * 9, max_tokens=20, seed=n) for n in range(5)]
         await finished(*told)
         for n, mine in enumerate(told):
-            assert mine.failed is not None and mine.failed.reason == "EXECUTOR_LOST"
-            assert mine.ids == expected_ids([n] * 9, n, 20, VOCAB)[: len(mine.ids)]
+            assert mine.ids == expected_ids([n] * 9, n, 20, VOCAB)
         await until(lambda: b.server.engine.can_generate)
         assert (await b.frontend.run([4, 4], seed=3)).ids == expected_ids([4, 4], 3, 8, VOCAB)
         assert len(b.stub.epochs) == 2

@@ -304,7 +304,7 @@ async def test_a_request_that_is_aborted_and_one_that_leaves_with_its_frontend_c
 
 
 async def test_an_executor_that_is_lost_counts_its_requests_and_the_counters_go_on(model: Path) -> None:
-    async with bench(model) as b:
+    async with bench(model, recovery_s=0.1) as b:
         await b.frontend.run([1, 2, 3], max_tokens=2)
         b.stub.hold()
         lost = await b.frontend.submit([1, 2, 3])

@@ -236,10 +236,12 @@ class CoreDriver:
                 return steps
         raise AssertionError(f"{self.core.num_requests} requests are left after {limit} steps")
 
-    def lose_executor(self) -> None:
+    def lose_executor(self, blamed_slots: Sequence[int] = ()) -> None:
         """A new epoch: what was in flight never arrives."""
         self._results.clear()
         self._drawing.clear()
+        self.take(self.core.lose_epoch(blamed_slots))
+        self.core.check_books()
         self.core.new_epoch()
         self._new_batch()
         self.core.check_books()

@@ -102,6 +102,7 @@ class FailureKind(Enum):
     GRAMMAR_FAILED = "grammar failed"
     GRAMMAR_CONTRADICTED = "grammar contradicted"
     EXECUTOR_LOST = "executor lost"
+    POISON = "poison"
     DRAINING = "draining"
 
 
@@ -139,6 +140,8 @@ class Request:
         "last_computed",
         "last_id_ns",
         "last_step",
+        "losses",
+        "lost_at",
         "max_tokens",
         "min_tokens",
         "next_scored",
@@ -208,6 +211,9 @@ class Request:
         """Tokens that `blocks` hold; a number of its own, since it is compared in every step."""
         self.slot = NO_SLOT
         self.last_step = NEVER  # the last planned step that has a row of it
+        self.losses = 0
+        """Epochs in a row that were lost while a row of it was in flight, without an id between them."""
+        self.lost_at = NEVER  # the length of its output at the last of them
         self.ended = False
         self.preemptions = 0
         self.overtaken = 0
@@ -243,6 +249,11 @@ class Request:
     def wants_scores(self) -> bool:
         """Logprobs of prompt ids were asked for, and some have not been told."""
         return self.next_scored < len(self.submission.prompt_ids)
+
+    @property
+    def can_be_named(self) -> bool:
+        """Whether the executor can be given it whole; not while its last id, or what follows that, is on its way."""
+        return self.num_known == self.num_tokens and not self.awaits_forced
 
     @property
     def is_held(self) -> bool:

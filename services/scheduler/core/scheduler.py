@@ -22,7 +22,7 @@ preempted for another and fits alone (see `gate`), so it always moves.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from services.scheduler.core import books, gate
@@ -32,6 +32,7 @@ from services.scheduler.core.in_flight import Step
 from services.scheduler.core.kv_events import KvEvent, Stored
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.placement import Placement, fits, place
+from services.scheduler.core.quarantine import Quarantine, count_loss
 from services.scheduler.core.request import (
     DIGEST_BYTES,
     NO_SLOT,
@@ -91,6 +92,7 @@ class Scheduler:
         self._pool, self._slots = self._residents.pool, self._residents.slots
         self._running = self._residents.running
         self._in_flight: deque[Step] = deque()
+        self._quarantine = Quarantine(self._requests.values())
         self._applied_step = self._next_step - 1
 
     # -- what is so now
@@ -239,6 +241,31 @@ class Scheduler:
             self._fail(request, kind, message, updates)
         return updates
 
+    def lose_epoch(self, blamed_slots: Collection[int] = ()) -> Updates:
+        """The executor is lost, and with it all that it knew; requests are kept, but for what is poison.
+
+        That is whose row of a step in flight was in one of `blamed_slots`, and who ran alone under suspicion.
+        """
+        updates = Updates(self._applied_step)
+        rows = [
+            (request, slot)
+            for step in self._in_flight
+            for request, slot in zip(step.requests, step.row_slots, strict=True)
+            if not request.ended
+        ]
+        at_risk = dict.fromkeys(request for request, _ in rows)
+        for request in at_risk:
+            count_loss(request)
+        blamed = dict.fromkeys(request for request, slot in rows if slot in blamed_slots)
+        for request in blamed:
+            self._fail(request, FailureKind.POISON, "the executor was lost, and blames this request", updates)
+        alone = self._quarantine.alone
+        if alone is not None and alone in at_risk and alone not in blamed:
+            message = f"the executor was lost {alone.losses} times with this request, the last time while it ran alone"
+            self._fail(alone, FailureKind.POISON, message, updates)
+        self._restart()
+        return updates
+
     def new_epoch(self, num_blocks: int | None = None, max_in_flight: int | None = None) -> None:
         """The executor has forgotten everything: what ran is preempted, what was in flight never happened.
 
@@ -249,6 +276,9 @@ class Scheduler:
             num_blocks=num_blocks or self.limits.num_blocks,
             max_in_flight=max_in_flight or self.limits.max_in_flight,
         )
+        self._restart()
+
+    def _restart(self) -> None:
         for request in self._requests.values():
             request.num_tokens = request.num_known
         for request in reversed(self._running.copy()):
@@ -285,6 +315,7 @@ class Scheduler:
     def _end(self, request: Request) -> None:
         request.ended = True
         del self._requests[request.key]
+        self._quarantine.discard(request)
         request.siblings.remove(request)
         if request.slot == NO_SLOT:
             self._waiting.discard(request)
@@ -367,11 +398,12 @@ class Scheduler:
 
     def _admit_next(self, step: Step, now_ns: int) -> bool:
         """Starts the first of the queue that can start; False if none may. What is passed over for it is counted."""
+        if self._quarantine.is_open:
+            return self._admit_alone(step, now_ns)
         passed: list[Request] = []
         for request in self._waiting:
             is_due = request.overtaken >= self.limits.max_overtakes
-            # What was preempted cannot be named whole while its last id is on its way, or ids that follow it.
-            if request.num_known == request.num_tokens and not request.awaits_forced:
+            if request.can_be_named:
                 placement = place(request, self._pool, self.limits.block_tokens)
                 if placement is None:
                     continue
@@ -386,6 +418,27 @@ class Scheduler:
                 return False
             passed.append(request)
         return False
+
+    def _admit_alone(self, step: Step, now_ns: int) -> bool:
+        """Starts the first suspect, beside nothing."""
+        if self._running or self._in_flight or not step.is_empty:
+            return False
+        for request in self._waiting:
+            if request in self._quarantine and request.can_be_named:
+                placement = place(request, self._pool, self.limits.block_tokens)
+                if placement is not None and fits(placement, self._pool, 0):
+                    self._quarantine.alone = request
+                    self._admit(request, placement, step, now_ns)
+                    return True
+        return False
+
+    def _release_passed(self) -> None:
+        """The one that ran alone has got an id. Where others are to run alone yet, it waits for them."""
+        passed = self._quarantine.alone
+        assert passed is not None
+        self._quarantine.discard(passed)
+        if self._quarantine.is_open:
+            self._preempt(passed)
 
     def _admit(self, request: Request, placement: Placement, step: Step, now_ns: int) -> None:
         self._waiting.discard(request)
@@ -445,6 +498,8 @@ class Scheduler:
         if result.scores:
             self._take_scores(step, result, now_ns, updates)
         self._apply_rows(step, result, now_ns, updates)
+        if self._quarantine.has_passed():
+            self._release_passed()
         self._residents.release_leaving(self._applied_step)
         return updates
 
