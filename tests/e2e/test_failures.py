@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
 import pytest
 
 from tests.support.calls import Answer, by_ids, generate, greedy
+from tests.support.checkpoints import reference_ids
 from tests.support.cluster import Cluster, free_port, health, running
 
+PROMPTS = [[3, 4, 5, 6], [7, 8, 9], [10, 11]]
+NUM_IDS = 400
 ENDLESS = by_ids([3, 4, 5, 6], greedy(max_tokens=1000, ignore_eos=True))
 
 
@@ -48,13 +51,74 @@ async def status_after(cluster: Cluster, kill) -> tuple[grpc.StatusCode, Answer]
     return grpc.StatusCode.OK, answer
 
 
-def test_G1_a_killed_executor_ends_streams_unavailable_and_a_new_one_serves(cluster: Cluster) -> None:
-    code, answer = asyncio.run(status_after(cluster, lambda: cluster.kill("executor")))
-    assert code is grpc.StatusCode.UNAVAILABLE
-    assert answer.finishes == []
+async def streams_through(cluster: Cluster, disturb: Callable[[], object]) -> list[Answer]:
+    """Starts a stream for each prompt, disturbs the cluster once each is well under way, and returns how they ended."""
+    tasks: list[asyncio.Task[Answer]] = []
+    under_way = [asyncio.Semaphore(0) for _ in PROMPTS]  # released with each message
+    async with grpc.aio.insecure_channel(cluster.address) as channel:
+        for prompt, messages in zip(PROMPTS, under_way, strict=True):
+            request = by_ids(prompt, greedy(max_tokens=NUM_IDS, ignore_eos=True))
+            tasks.append(asyncio.ensure_future(generate(channel, request, timeout_s=90, on_message=messages.release)))
+        for messages in under_way:
+            for _ in range(20):
+                await messages.acquire()
+        await asyncio.to_thread(disturb)
+        return await asyncio.gather(*tasks)
+
+
+def kill_and_start(cluster: Cluster, name: str) -> None:
+    cluster.kill(name)
+    cluster.processes[name].wait(5)
     cluster.wait_generate(False, timeout_s=15)
-    assert health(cluster.ports["frontend"], "readiness") == "SERVING"
-    assert health(cluster.ports["scheduler"], "readiness") == "SERVING"
+    cluster.start_one(name)
+
+
+def test_X3_streams_outlive_a_killed_executor_and_get_the_ids_of_the_undisturbed(cluster: Cluster, tiny: Path) -> None:
+    answers = asyncio.run(streams_through(cluster, lambda: kill_and_start(cluster, "executor")))
+    assert [answer.ids for answer in answers] == reference_ids(tiny, PROMPTS, NUM_IDS, ignore_eos=True)
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        assert answer.reason == "LENGTH"
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), NUM_IDS)
+    assert "3 requests are kept" in cluster.log("scheduler")
+    cluster.wait_generate(True, timeout_s=60)
+
+
+def test_X3_streams_outlive_an_executor_that_is_frozen_in_a_step(cluster: Cluster, tiny: Path) -> None:
+    before = cluster.log("scheduler").count("lost the executor")
+
+    def freeze() -> None:
+        cluster.kill("executor", signal.SIGSTOP)
+        try:
+            deadline = time.monotonic() + 20
+            while cluster.log("scheduler").count("lost the executor") == before and time.monotonic() < deadline:
+                time.sleep(0.1)
+        finally:
+            cluster.kill("executor", signal.SIGCONT)
+
+    answers = asyncio.run(streams_through(cluster, freeze))
+    assert cluster.log("scheduler").count("lost the executor") == before + 1
+    assert [answer.ids for answer in answers] == reference_ids(tiny, PROMPTS, NUM_IDS, ignore_eos=True)
+
+
+@pytest.mark.parametrize("stopped", ["executor", "scheduler"])
+def test_P1_a_frozen_peer_changes_what_the_frontend_says_of_generate_alone(cluster: Cluster, stopped: str) -> None:
+    cluster.kill(stopped, signal.SIGSTOP)
+    try:
+        cluster.wait_generate(False, timeout_s=15)
+        assert health(cluster.ports["frontend"], "readiness") == "SERVING"
+        assert health(cluster.ports["frontend"], "liveness") == "SERVING"
+    finally:
+        cluster.kill(stopped, signal.SIGCONT)
+    cluster.wait_generate(True, timeout_s=30)
+    assert len(asyncio.run(one(cluster)).ids) == 4
+
+
+def test_P1_a_killed_executor_changes_what_the_others_say_of_generate_alone(cluster: Cluster) -> None:
+    cluster.kill("executor")
+    cluster.wait_generate(False, timeout_s=15)
+    for service in ("frontend", "scheduler"):
+        assert health(cluster.ports[service], "readiness") == "SERVING"
+        assert health(cluster.ports[service], "liveness") == "SERVING"
     cluster.processes["executor"].wait(5)
     cluster.start_one("executor")
     cluster.wait_generate(True, timeout_s=60)
@@ -85,17 +149,6 @@ def test_a_second_scheduler_takes_the_executor_and_the_first_has_it_back_when_it
     finally:
         cluster.kill("spare")
         cluster.processes.pop("spare").wait(5)
-    cluster.wait_generate(True, timeout_s=30)
-    assert len(asyncio.run(one(cluster)).ids) == 4
-
-
-def test_a_frozen_executor_turns_generate_false_until_it_goes_on(cluster: Cluster) -> None:
-    cluster.kill("executor", signal.SIGSTOP)
-    try:
-        cluster.wait_generate(False, timeout_s=15)
-        assert health(cluster.ports["frontend"], "readiness") == "SERVING"
-    finally:
-        cluster.kill("executor", signal.SIGCONT)
     cluster.wait_generate(True, timeout_s=30)
     assert len(asyncio.run(one(cluster)).ids) == 4
 

@@ -17,6 +17,8 @@ class Hooked:
 
     def __init__(self) -> None:
         self.before: Callable[[], object] | None = None
+        self.before_call: Callable[[object, tuple[Any, ...], dict[str, Any]], object] | None = None
+        """The same, given the module and its arguments."""
 
     def __call__(self, path: Path, **options: Any) -> Executor:
         return Executor(path, load=self._load, **options)
@@ -25,12 +27,14 @@ class Hooked:
         self, path: Path, dtype: torch.dtype, report: loader.Report, expected_hash: str = ""
     ) -> loader.Checkpoint:
         checkpoint = loader.load(path, dtype, report, expected_hash)
-        checkpoint.model.register_forward_pre_hook(self._call)
+        checkpoint.model.register_forward_pre_hook(self._call, with_kwargs=True)
         return checkpoint
 
-    def _call(self, *_: object) -> None:
+    def _call(self, module: object, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         if self.before is not None:
             self.before()
+        if self.before_call is not None:
+            self.before_call(module, arguments, keywords)
 
     def fail_once(self, error: BaseException) -> None:
         """The next forward pass raises `error`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import grpc
@@ -62,12 +63,14 @@ async def generate(
     *,
     timeout_s: float = 300,
     metadata: tuple[tuple[str, str], ...] = (),
+    on_message: Callable[[], object] = lambda: None,
 ) -> Answer:
-    """Runs one stream to its end. Raises grpc.aio.AioRpcError."""
+    """Runs one stream to its end; `on_message` is called with each message. Raises grpc.aio.AioRpcError."""
     answer = Answer()
     stub = inference_pb2_grpc.InferenceServiceStub(channel)
     async for message in stub.Generate(request, timeout=timeout_s, metadata=metadata):
         answer.messages.append(message)
+        on_message()
     return answer
 
 
