@@ -76,6 +76,7 @@ class StubEngine:
         max_choices: int = 16,
         tokenizer_hash: str | None = None,
         model: str = "stub",
+        fingerprint: str = "f" * 64,
         ids_per_step: int = 1,
         scores_per_step: int = 256,
         fragment_bytes: int = 64 * 1024 * 1024,
@@ -101,6 +102,7 @@ class StubEngine:
         self._cache = StubCache(block_tokens)
         self._tokenizer_hash = tokenizer_hash
         self._model = model
+        self._fingerprint = fingerprint
         self._ids_per_step = ids_per_step
         self.scores_per_step = scores_per_step
         """Prompt positions of each request."""
@@ -216,7 +218,7 @@ class StubEngine:
             features=self.features,
             engine_id=self._engine_id,
             model=self._model,
-            fingerprint="f" * 64,
+            fingerprint=self._fingerprint,
             vocab_size=self._vocab_size,
             context_tokens=self._context_tokens,
             block_tokens=self._block_tokens,

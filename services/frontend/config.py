@@ -20,6 +20,17 @@ class FrontendConfig(ServiceConfig):
 
     port: int = Field(50051, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     engine: Address = Field("127.0.0.1:50052", description="HOST:PORT of the scheduler")
+    more_engines: tuple[Address, ...] = Field(
+        (),
+        description="HOST:PORT of further schedulers of the same model; requests go to the one that is expected to "
+        "begin first, and go on at another when theirs is lost",
+    )
+    failover_s: float = Field(
+        60.0,
+        ge=0,
+        le=86400,
+        description="seconds that a request whose engine is lost waits for one to go on; then it ends UNAVAILABLE",
+    )
     workers: int = Field(
         1,
         ge=1,

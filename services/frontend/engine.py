@@ -85,6 +85,17 @@ class Scores:
         """The position after the last."""
         return self.start + len(self.logprobs)
 
+    def since(self, position: int) -> Scores:
+        """Those from `position` on, perhaps none."""
+        skipped = max(0, position - self.start)
+        return Scores(
+            self.start + skipped,
+            self.logprobs[skipped:],
+            self.ranks[skipped:],
+            self.top_ids[skipped:],
+            self.top_logprobs[skipped:],
+        )
+
 
 class Outputs(NamedTuple):
     """What is new of one choice; `logprobs` is as long as `token_ids`, or empty where none were asked for.

@@ -18,8 +18,10 @@ from services.common.errors import RequestError, unavailable
 from services.common.server import channel_options
 from services.frontend import engine_wire
 from services.frontend.engine import StepReport, Submission
+from services.frontend.engine_choice import Load
 from services.frontend.engine_request import EngineRequest, Sink
 from services.frontend.engine_wire import EngineContractError
+from services.frontend.journey import LOST
 from services.frontend.outgoing import Outgoing
 from services.frontend.request import EngineFacts
 
@@ -43,7 +45,11 @@ class EngineClient:
         """Set when what `can_generate` or `require` say may have changed; who waits clears it."""
         self.facts: EngineFacts | None = None
         """The last hello; it outlives the stream."""
-        self._target = target
+        self.on_change: Callable[[], object] = lambda: None
+        """Called with `changed`."""
+        self.on_load: Callable[[Load], object] = lambda load: None
+        """Called with each heartbeat."""
+        self.target = target
         self._tokenizer_hash = tokenizer_hash
         self._clock = clock
         self._frontend_id = engine_wire.new_frontend_id()
@@ -73,6 +79,17 @@ class EngineClient:
     def can_generate(self) -> bool:
         """Attached, serving, and heard of lately."""
         return self._attached and self._state == engine_pb2.ENGINE_STATE_SERVING and self.silent_s() < HEARTBEAT_LIMIT_S
+
+    @property
+    def is_attached(self) -> bool:
+        """Its stream stands, and its hello has come."""
+        return self._attached
+
+    @property
+    def is_stuck(self) -> bool:
+        """Attached, and yet no token comes: it recovers from something, or says nothing any more."""
+        recovers = self._state == engine_pb2.ENGINE_STATE_RECOVERING
+        return self._attached and (recovers or self.silent_s() >= HEARTBEAT_LIMIT_S)
 
     def silent_s(self) -> float:
         """Seconds since the engine was last heard of."""
@@ -124,7 +141,7 @@ class EngineClient:
             self._outgoing.put(message)
 
     async def _keep_attached(self) -> None:
-        async with grpc.aio.insecure_channel(self._target, options=channel_options()) as channel:
+        async with grpc.aio.insecure_channel(self.target, options=channel_options()) as channel:
             stub = engine_pb2_grpc.EngineServiceStub(channel)
             wait_s = RETRY_FIRST_S
             while True:
@@ -169,7 +186,7 @@ class EngineClient:
         elif kind == "hello":
             self._on_hello(message.hello)
         if self.can_generate() != could:
-            self.changed.set()
+            self._note_change()
 
     def _deliver(self, report: StepReport) -> None:
         for choice_id, outputs in report.outputs.items():
@@ -201,11 +218,11 @@ class EngineClient:
         self._trouble = _Trouble("")
         if self._state in (engine_pb2.ENGINE_STATE_UNSPECIFIED, engine_pb2.ENGINE_STATE_LOADING):
             self._state = engine_pb2.ENGINE_STATE_SERVING  # a hello comes once the model is loaded
-        self.changed.set()
+        self._note_change()
         log.info(
             "attached to engine %s at %s: %s, context %d tokens",
             self.facts.engine_id,
-            self._target,
+            self.target,
             self.facts.model,
             self.facts.context_tokens,
         )
@@ -213,29 +230,41 @@ class EngineClient:
     def _on_heartbeat(self, message: engine_pb2.Heartbeat) -> None:
         before = self._state
         self._state = message.state
+        self.on_load(
+            Load(
+                requests=message.running_requests + message.waiting_requests,
+                waiting_tokens=message.waiting_tokens,
+                prompt_tokens_per_s=message.prompt_tokens_per_s,
+            )
+        )
         if not self._attached:
             self._trouble = _Trouble("the engine is loading its model")
         if before != self._state:
-            self.changed.set()
+            self._note_change()
 
     def _detach(self) -> None:
         """Everything that hung on the stream ends with it."""
         self._outgoing = None
         self._attached = False
         self._state = engine_pb2.ENGINE_STATE_UNSPECIFIED
-        error = unavailable("ENGINE_LOST", "the engine was lost while it worked on this request; send it again")
-        for request in self._requests.values():
-            request.fail(error)
+        error = unavailable(LOST, "the engine was lost while it worked on this request; send it again")
+        lost = list(self._requests.values())
         self._requests.clear()
         self._choices.clear()
+        for request in lost:
+            request.fail(error)
+        self._note_change()
+
+    def _note_change(self) -> None:
         self.changed.set()
+        self.on_change()
 
     def _note(self, trouble: _Trouble, was_attached: bool) -> None:
         """Logs once what keeps the engine away, not at every try."""
         if trouble != self._trouble or was_attached:
-            log.warning("no engine at %s: %s", self._target, trouble.logged or trouble.told)
+            log.warning("no engine at %s: %s", self.target, trouble.logged or trouble.told)
         self._trouble = trouble
-        self.changed.set()
+        self._note_change()
 
 
 async def _write(

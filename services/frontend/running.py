@@ -15,8 +15,8 @@ from services.common.contract import TRACE_CONTEXT
 from services.common.errors import RequestError
 from services.frontend.answer import Answer
 from services.frontend.engine import Scores, Submission
-from services.frontend.engine_client import EngineClient
-from services.frontend.engine_request import EngineRequest
+from services.frontend.fleet import Fleet
+from services.frontend.journey import Journey
 from services.frontend.prompt_blocks import block_digests
 from services.frontend.request import Delta, Job
 from services.frontend.trace_context import TraceContext, trace_context_of
@@ -28,7 +28,7 @@ Send: TypeAlias = Callable[[list[tuple[int, Delta]]], Awaitable[None]]
 Tell: TypeAlias = Callable[[Scores], Coroutine[Any, Any, None]]
 """Prompt logprobs to the client."""
 
-Submitted: TypeAlias = Callable[[EngineRequest], None]
+Submitted: TypeAlias = Callable[[Journey], None]
 """Told of the engine's request, for who may have to close it."""
 
 NOTHING_TO_SCORE = Scores.plain(1, np.zeros(0, np.float32), np.zeros(0, np.uint32))
@@ -48,7 +48,7 @@ class Call:
 class Runner:
     """Runs jobs on the one engine."""
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self, engine: Fleet) -> None:
         self._engine = engine
 
     async def run(
@@ -83,7 +83,7 @@ class Runner:
         )
 
 
-async def _deliver(job: Job, answer: Answer, request: EngineRequest, call: Call, send: Send, tell: Tell) -> None:
+async def _deliver(job: Job, answer: Answer, request: Journey, call: Call, send: Send, tell: Tell) -> None:
     """From the engine to the client, until every choice has stopped. A choice that fails ends the call."""
     # A call that is cancelled while a slow client holds up a message may stay where it is: the callback is what
     # tells the engine at once.

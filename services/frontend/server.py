@@ -15,7 +15,8 @@ from services.frontend import served_model, service
 from services.frontend.calls import Calls
 from services.frontend.config import FrontendConfig
 from services.frontend.engine_admin import EngineAdmin
-from services.frontend.engine_client import HEARTBEAT_LIMIT_S, EngineClient
+from services.frontend.engine_client import HEARTBEAT_LIMIT_S
+from services.frontend.fleet import Fleet
 from services.frontend.grammar_check import GrammarCheck
 from services.frontend.service import InferenceService
 
@@ -38,7 +39,9 @@ class Frontend:
             tool_call_format=config.tool_call_format,
             reasoning_format=config.reasoning_format,
         )
-        self.engine = EngineClient(config.engine, self.model.tokenizer_hash)
+        self.engine = Fleet(
+            (config.engine, *config.more_engines), self.model.tokenizer_hash, failover_s=config.failover_s
+        )
         self.grammars = GrammarCheck(self.model.folder, sorted(self.model.eos_ids), config.grammar_budget())
         self.calls = Calls()
         self.server = Server(
@@ -94,6 +97,7 @@ class Frontend:
     async def drain(self) -> None:
         """Refuses new calls and waits for the running ones; cancelled, it ends them with UNAVAILABLE."""
         self.calls.close()
+        self.engine.drain()
         await self._stop_watching()
         await self.server.health.set_ready(False)
         await self.server.health.set_generate(False)

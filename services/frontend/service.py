@@ -17,7 +17,7 @@ from services.frontend.answer import Answer
 from services.frontend.calls import Calls
 from services.frontend.door import DOOR
 from services.frontend.engine import Scores
-from services.frontend.engine_client import EngineClient
+from services.frontend.fleet import Fleet
 from services.frontend.grammar_check import GrammarCheck
 from services.frontend.intake import Intake
 from services.frontend.patience import Patience
@@ -46,9 +46,7 @@ MAX_SCORES_BYTES = 64 * 1024
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """The public API of one model; the state of a request lives in its call alone."""
 
-    def __init__(
-        self, model: ServedModel, engine: EngineClient, calls: Calls, grammars: GrammarCheck, limits: Limits
-    ) -> None:
+    def __init__(self, model: ServedModel, engine: Fleet, calls: Calls, grammars: GrammarCheck, limits: Limits) -> None:
         self._model = model
         self._engine = engine
         self._calls = calls

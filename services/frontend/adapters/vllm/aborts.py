@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from services.frontend.answer import Answer
-from services.frontend.engine_request import EngineRequest
+from services.frontend.journey import Journey
 
 
 class AbortedError(Exception):
@@ -22,7 +22,7 @@ class RunningCall:
     def __init__(self) -> None:
         self.is_aborted = False
         self._answer: Answer | None = None
-        self._request: EngineRequest | None = None
+        self._request: Journey | None = None
 
     def answering(self, answer: Answer) -> None:
         """There is something that an Abort has to end; one that has been already ends it at once."""
@@ -30,7 +30,7 @@ class RunningCall:
         if self.is_aborted:
             answer.fail(AbortedError())
 
-    def submitted(self, request: EngineRequest) -> None:
+    def submitted(self, request: Journey) -> None:
         """The engine has it."""
         self._request = request
         if self.is_aborted:

@@ -28,7 +28,7 @@ from services.frontend.calls import Calls
 from services.frontend.door import DOOR as OWN_DOOR
 from services.frontend.engine import Scores
 from services.frontend.engine_admin import EngineAdmin
-from services.frontend.engine_client import EngineClient
+from services.frontend.fleet import Fleet
 from services.frontend.grammar_check import GrammarCheck
 from services.frontend.intake import Intake
 from services.frontend.patience import Patience
@@ -51,7 +51,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
     def __init__(
         self,
         model: ServedModel,
-        engine: EngineClient,
+        engine: Fleet,
         admin: EngineAdmin,
         calls: Calls,
         grammars: GrammarCheck,

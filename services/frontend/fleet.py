@@ -1,0 +1,260 @@
+"""All engines of a frontend: a request goes to the best of them, and on to another when that is lost.
+
+Requests begin at engines of one fingerprint, that of the engine first attached, and go on where it is the same: there
+the ids are, too. Where no engine has it any more, another's is served. A request that an engine cannot go on with is stranded; it boards the next engine that serves, the same one when it is
+back among them, with the ids it has. It strands where its engine's stream breaks, where the engine drains or gives up,
+and, where another engine serves, as soon as its own recovers from something or falls silent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import grpc
+
+from services.common.contract import RESUME
+from services.common.errors import RequestError, unavailable
+from services.frontend.engine import Submission
+from services.frontend.engine_choice import Expectation
+from services.frontend.engine_client import EngineClient
+from services.frontend.engine_request import Sink
+from services.frontend.journey import LOST, Journey
+from services.frontend.request import EngineFacts
+
+LOOK_INTERVAL_S = 0.5
+"""Silence makes no event: it is looked for."""
+
+DRAIN_FAILOVER_S = 5.0
+
+RETURN_S = 1.0
+"""After which an engine that has refused a request may be asked for it again."""
+
+_RECOVERING = unavailable("ENGINE_RECOVERING", "the engine makes no tokens now, and no other was there in time")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Member:
+    """An engine, what is expected of it, and the requests it has."""
+
+    client: EngineClient
+    expectation: Expectation = field(default_factory=Expectation)
+    journeys: set[Journey] = field(default_factory=set)
+    is_odd: bool = False
+    """Of another fingerprint than the fleet's."""
+
+    def cost(self, leg: Submission) -> tuple[float, int]:
+        """See Expectation."""
+        facts = self.client.facts
+        return self.expectation.cost(leg, facts.block_tokens if facts is not None else 0)
+
+
+@dataclass(frozen=True)
+class _Stranded:
+    """Since when, and by what."""
+
+    since_s: float
+    error: RequestError
+    refused_by: str = ""
+
+
+class Fleet:
+    """`failover_s`: how long a stranded request waits for an engine."""
+
+    def __init__(self, targets: Sequence[str], tokenizer_hash: str, *, failover_s: float) -> None:
+        self.changed = asyncio.Event()
+        """Set when what `can_generate` or `require` say may have changed; who waits clears it."""
+        self._members = [_Member(EngineClient(target, tokenizer_hash)) for target in targets]
+        for member in self._members:
+            member.client.on_change = self._look
+            member.client.on_load = member.expectation.told
+        self._failover_s = failover_s
+        self._fingerprint = ""
+        self._stranded: dict[Journey, _Stranded] = {}
+        self._looking: asyncio.TimerHandle | None = None
+        self._is_looking = False
+
+    async def start(self) -> None:
+        """Begins to attach to all; never waits for one."""
+        for member in self._members:
+            await member.client.start()
+
+    async def close(self) -> None:
+        """Leaves all engines, which abort what still runs."""
+        if self._looking is not None:
+            self._looking.cancel()
+        self.fail_all(unavailable("DRAINING", "this frontend was shut down before the answer was done"))
+        await asyncio.gather(*(member.client.close() for member in self._members))
+
+    @property
+    def facts(self) -> EngineFacts | None:
+        """Those of the fleet: the first engine's that was attached; they outlive it."""
+        serving = [member.client.facts for member in self._members if self._serves(member)]
+        told = serving or [member.client.facts for member in self._members]
+        return next((facts for facts in told if facts is not None), None)
+
+    def can_generate(self) -> bool:
+        """An engine is attached, serving, and heard of lately."""
+        return any(self._serves(member) for member in self._members)
+
+    def silent_s(self) -> float:
+        """Seconds since the engine was heard of that was heard of last, of those that serve."""
+        serving = [member.client for member in self._members if self._serves(member)]
+        return min(client.silent_s() for client in serving or [member.client for member in self._members])
+
+    def require(self) -> EngineFacts:
+        """The facts of an engine that takes requests. Raises UNAVAILABLE with the reason."""
+        return self._best_effort().client.require()
+
+    def submit(self, submission: Submission, sink: Sink) -> Journey:
+        """Hands over a request; `sink` is given what comes of it. Raises UNAVAILABLE where `require` does."""
+        facts = self.require()
+        journey = Journey(
+            submission, sink, self._strand, fingerprint=facts.fingerprint, block_tokens=facts.block_tokens
+        )
+        self._board(journey, self._best(journey) or self._best_effort())
+        self._look_again()
+        return journey
+
+    def fail_all(self, error: RequestError) -> None:
+        """Ends every request with `error`, here and in the engines."""
+        journeys = [*self._stranded, *(journey for member in self._members for journey in member.journeys)]
+        for journey in journeys:
+            journey.end(error)
+            journey.close()
+
+    def drain(self) -> None:
+        """No request comes any more; one that strands now waits for an engine no longer than `DRAIN_FAILOVER_S`."""
+        self._failover_s = min(self._failover_s, DRAIN_FAILOVER_S)
+
+    # -- which engine
+
+    def _serves(self, member: _Member) -> bool:
+        facts = member.client.facts
+        return member.client.can_generate() and facts is not None and facts.fingerprint == self._fingerprint
+
+    def _best_effort(self) -> _Member:
+        """One that serves; else one that at least takes requests, to refuse them itself, or says why not."""
+        serving = [member for member in self._members if self._serves(member)]
+        return next(iter(serving), None) or next(
+            (member for member in self._members if member.client.is_attached), self._members[0]
+        )
+
+    def _best(self, journey: Journey, avoid: str = "") -> _Member | None:
+        """The engine expected to begin with it first; None where none that serves can take it."""
+        leg = journey.next_leg()
+        candidates = [
+            member
+            for member in self._members
+            if member.client.target != avoid and _can_take(member, journey, leg, self._fingerprint)
+        ]
+        return min(candidates, key=lambda member: member.cost(leg), default=None)
+
+    def _board(self, journey: Journey, member: _Member) -> None:
+        leg = journey.next_leg()
+        facts = member.client.require()
+        if leg.digests is not None and facts.block_tokens != journey.block_tokens:
+            leg = replace(leg, digests=None)  # they are of blocks of another size
+        member.journeys.add(journey)
+        member.expectation.sent(leg, facts.block_tokens)
+        request = member.client.submit(leg, journey)
+        journey.board(member.client.target, request, lambda: member.journeys.discard(journey))
+
+    # -- requests that move
+
+    def _strand(self, journey: Journey, error: RequestError) -> None:
+        refused_by = "" if error.reason == LOST else journey.last_engine
+        if not journey.was_taken and self._best(journey, avoid=refused_by) is None:
+            journey.end(error)  # it was refused at the door, and there is no other door
+            return
+        self._stranded[journey] = _Stranded(time.monotonic(), error, refused_by)
+        self._look()
+        self._look_again()
+
+    def _look(self) -> None:
+        """Something may have changed: takes requests from engines that do not serve to those that do."""
+        self.changed.set()
+        if self._is_looking:
+            return  # a request that boards may be refused at once
+        self._is_looking = True
+        try:
+            self._agree()
+            self._evacuate()
+            for journey, stranded in list(self._stranded.items()):
+                self._go_on(journey, stranded)
+        finally:
+            self._is_looking = False
+
+    def _agree(self) -> None:
+        """The fleet's fingerprint is that of an engine that is there."""
+        attached = [member.client.facts for member in self._members if member.client.is_attached]
+        fingerprints = [facts.fingerprint for facts in attached if facts is not None]
+        if fingerprints and self._fingerprint not in fingerprints:
+            if self._fingerprint:
+                log.warning(
+                    "no engine has the fingerprint %.12s any more; %.12s is served", self._fingerprint, fingerprints[0]
+                )
+            self._fingerprint = fingerprints[0]
+        for member in self._members:
+            facts = member.client.facts
+            differs = member.client.is_attached and facts is not None and facts.fingerprint != self._fingerprint
+            if differs and not member.is_odd:
+                log.warning("the engine at %s has another fingerprint: nothing begins there", member.client.target)
+            member.is_odd = differs
+            if not member.client.is_attached:
+                member.expectation.forget()
+
+    def _evacuate(self) -> None:
+        if not self.can_generate():
+            return
+        for member in self._members:
+            if member.journeys and member.client.is_stuck:
+                count = len(member.journeys)
+                log.warning("the engine at %s makes no tokens; %d requests go to others", member.client.target, count)
+                for journey in list(member.journeys):
+                    journey.leave(was_taken=True)
+                    self._stranded[journey] = _Stranded(time.monotonic(), _RECOVERING)
+
+    def _go_on(self, journey: Journey, stranded: _Stranded) -> None:
+        if journey.is_closed:
+            del self._stranded[journey]
+            return
+        journey.finish_full()
+        left_s, stranded_s = journey.left_s, time.monotonic() - stranded.since_s
+        avoided = stranded.refused_by if stranded_s < RETURN_S else ""
+        if journey.is_over:
+            del self._stranded[journey]
+        elif left_s is not None and left_s <= 0:
+            del self._stranded[journey]
+            journey.end(RequestError(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE", "the deadline passed"))
+        elif (member := self._best(journey, avoid=avoided)) is not None:
+            del self._stranded[journey]
+            self._board(journey, member)
+        elif stranded_s >= self._failover_s:
+            del self._stranded[journey]
+            journey.end(stranded.error)
+
+    def _look_again(self) -> None:
+        if self._looking is None:
+            self._looking = asyncio.get_running_loop().call_later(LOOK_INTERVAL_S, self._look_in_time)
+
+    def _look_in_time(self) -> None:
+        self._looking = None
+        if self._stranded or any(member.journeys for member in self._members):
+            self._look()
+            self._look_again()
+
+
+def _can_take(member: _Member, journey: Journey, leg: Submission, fingerprint: str) -> bool:
+    """Whether it serves now, and its ids would be the request's; `fingerprint` is that of what begins anew."""
+    facts = member.client.facts
+    if facts is None or not member.client.can_generate():
+        return False
+    if journey.has_ids:
+        return RESUME in facts.features and facts.fingerprint == journey.fingerprint
+    return facts.fingerprint == fingerprint and len(leg.prompt_ids) + leg.max_tokens <= facts.context_tokens
