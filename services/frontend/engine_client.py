@@ -86,6 +86,11 @@ class EngineClient:
         return self._attached
 
     @property
+    def is_idle(self) -> bool:
+        """It has no request of this frontend's."""
+        return not self._requests and not self._choices
+
+    @property
     def is_stuck(self) -> bool:
         """Attached, and yet no token comes: it recovers from something, or says nothing any more."""
         recovers = self._state == engine_pb2.ENGINE_STATE_RECOVERING

@@ -1,7 +1,9 @@
 """All engines of a frontend: a request goes to the best of them, and on to another when that is lost.
 
 Requests begin at engines of one fingerprint, that of the engine first attached, and go on where it is the same: there
-the ids are, too. Where no engine has it any more, another's is served. A request that an engine cannot go on with is stranded; it boards the next engine that serves, the same one when it is
+the ids are, too. Where no engine has it any more, another's is served.
+
+A request that an engine cannot go on with is stranded; it boards the next engine that serves, the same one when it is
 back among them, with the ids it has. It strands where its engine's stream breaks, where the engine drains or gives up,
 and, where another engine serves, as soon as its own recovers from something or falls silent.
 """
@@ -120,6 +122,12 @@ class Fleet:
         self._board(journey, self._best(journey) or self._best_effort())
         self._look_again()
         return journey
+
+    @property
+    def is_idle(self) -> bool:
+        """No request is under way or stranded."""
+        clients_idle = all(member.client.is_idle for member in self._members)
+        return clients_idle and not self._stranded and not any(member.journeys for member in self._members)
 
     def fail_all(self, error: RequestError) -> None:
         """Ends every request with `error`, here and in the engines."""

@@ -57,7 +57,11 @@ class Served:
 
 @asynccontextmanager
 async def serving(model: Path, engine: StubEngine | None = None, **config: Any) -> AsyncIterator[Served]:
-    """A frontend that has attached to `engine` (one with the tiny vocabulary by default)."""
+    """A frontend that has attached to `engine` (one with the tiny vocabulary by default).
+
+    A request whose engine is lost ends at once, unless `failover_s` is told.
+    """
+    config = {"failover_s": 0.0, **config}
     async with engine or StubEngine(vocab_size=VOCAB_SIZE, context_tokens=1024) as stub:
         frontend = Frontend(FrontendConfig(port=0, engine=stub.address, model=str(model), **config))
         await frontend.start()

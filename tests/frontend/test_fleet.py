@@ -48,7 +48,7 @@ async def fleet_of(*engines: StubEngine, failover_s: float = 20.0) -> AsyncItera
     try:
         await until(lambda: all(member.client.can_generate() for member in fleet._members))
         yield fleet
-        assert not fleet._stranded and not any(member.journeys for member in fleet._members), "a request is left"
+        assert fleet.is_idle, "a request is left"
     finally:
         await fleet.close()
 

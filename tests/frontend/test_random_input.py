@@ -44,7 +44,7 @@ class Rig:
         async with asyncio.timeout(20):
             await self.frontend.calls.idle()
             await self.engine.wait_until(lambda engine: engine.num_running == 0, 20)
-        assert self.frontend.engine._requests == {} and self.frontend.engine._choices == {}
+        assert self.frontend.engine.is_idle
         self.engine.submits.clear()
         self.engine.aborts.clear()
         self.engine.frontends_that_submitted.clear()
