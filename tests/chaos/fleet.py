@@ -1,0 +1,237 @@
+"""Replicas of an engine behind one frontend, all real processes, kept alive as a kubelet would: what ends is started
+again; and clients that ask for streams all the while, each of which must be whole."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import psutil
+from triptych.engine.v1 import admin_pb2, admin_pb2_grpc, engine_pb2
+from triptych.inference.v1 import generation_pb2, inference_pb2, inference_pb2_grpc
+
+from tests.support.calls import Answer, by_ids
+from tests.support.cluster import free_port, health
+
+RESTART_S = 0.2
+STARTUP_S = 90.0
+
+
+@dataclass
+class Fleet:
+    """`executor` is the command of one, without its port; `flags` are those of schedulers and of the frontend."""
+
+    model: Path
+    folder: Path
+    executor: Sequence[str]
+    replicas: int = 2
+    scheduler_flags: Sequence[str] = ()
+    frontend_flags: Sequence[str] = ()
+    ports: dict[str, int] = field(default_factory=dict)
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    starts: dict[str, int] = field(default_factory=dict)
+    ending: bool = False
+
+    @property
+    def engines(self) -> list[str]:
+        """Every part that may be killed."""
+        return [f"{kind}-{n}" for n in range(self.replicas) for kind in ("executor", "scheduler")]
+
+    @property
+    def address(self) -> str:
+        """Of the frontend."""
+        return f"127.0.0.1:{self.ports['frontend']}"
+
+    def start(self, name: str) -> None:
+        """Starts one on its port."""
+        kind, _, number = name.partition("-")
+        port = self.ports.setdefault(name, free_port())
+        triptych = [sys.executable, "-m", "services.cli.main", kind, "--model", str(self.model), "--port", str(port)]
+        if kind == "executor":
+            command = [sys.executable, *self.executor, "--port", str(port)]
+        elif kind == "scheduler":
+            peer = self.ports.setdefault(f"executor-{number}", free_port())
+            command = [*triptych, "--executor", f"127.0.0.1:{peer}", *self.scheduler_flags]
+        else:
+            peers = [f"127.0.0.1:{self.ports[f'scheduler-{n}']}" for n in range(self.replicas)]
+            command = [*triptych, "--engine", peers[0], *self.frontend_flags]
+            if peers[1:]:
+                command += ["--more-engines", ",".join(peers[1:])]
+        path = os.pathsep.join([".", os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                command, stdout=log, stderr=log, env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+            )
+        self.starts[name] = self.starts.get(name, 0) + 1
+
+    async def supervise(self) -> None:
+        """Starts again what has ended, until it is cancelled."""
+        while True:
+            for name, process in list(self.processes.items()):
+                if process.poll() is not None and not self.ending:
+                    assert name != "frontend", f"the frontend ended with {process.returncode}\n{self.log(name)[-3000:]}"
+                    await asyncio.sleep(RESTART_S)
+                    self.start(name)
+            await asyncio.sleep(0.05)
+
+    async def wait_generate(self, serving: bool = True, timeout_s: float = STARTUP_S) -> None:
+        """Until the frontend's `generate` health is so."""
+        ends_s = time.monotonic() + timeout_s
+        while (await asyncio.to_thread(health, self.ports["frontend"], "generate") == "SERVING") != serving:
+            if time.monotonic() > ends_s:
+                raise TimeoutError(f"generate was not {serving}\n" + "\n".join(map(self.tail, self.processes)))
+            await asyncio.sleep(0.1)
+
+    def log(self, name: str) -> str:
+        """All that it has logged."""
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def tail(self, name: str) -> str:
+        """The end of that."""
+        return f"--- {name}\n{self.log(name)[-2000:]}"
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        """Sends one; a process that has just ended is left alone."""
+        with contextlib.suppress(ProcessLookupError):
+            self.processes[name].send_signal(number)
+
+    async def settled(self, timeout_s: float = 60.0) -> None:
+        """Every scheduler serves, has no request, and every block is free."""
+        ends_s = time.monotonic() + timeout_s
+        for n in range(self.replicas):
+            while True:
+                beat = await self._heartbeat(n)
+                if beat is not None and _is_idle(beat):
+                    break
+                if time.monotonic() > ends_s:
+                    raise AssertionError(f"scheduler-{n} is not idle: {beat}\n{self.tail(f'scheduler-{n}')}")
+                await asyncio.sleep(0.2)
+
+    async def _heartbeat(self, n: int) -> engine_pb2.Heartbeat | None:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{self.ports[f'scheduler-{n}']}") as channel:
+            try:
+                stats = await admin_pb2_grpc.AdminServiceStub(channel).GetStats(admin_pb2.GetStatsRequest(), timeout=5)
+            except grpc.aio.AioRpcError:
+                return None
+            return stats.heartbeat
+
+    def stop(self) -> None:
+        """Ends all."""
+        self.ending = True
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+        for process in self.processes.values():
+            process.wait(10)
+
+
+@contextlib.asynccontextmanager
+async def running(fleet: Fleet) -> AsyncIterator[Fleet]:
+    """All of it up and supervised."""
+    supervisor = None
+    try:
+        for name in (*fleet.engines, "frontend"):
+            fleet.start(name)
+        await fleet.wait_generate()
+        await fleet.settled(STARTUP_S)
+        supervisor = asyncio.create_task(fleet.supervise())
+        yield fleet
+        if supervisor.done():
+            supervisor.result()
+    finally:
+        fleet.ending = True
+        if supervisor is not None:
+            supervisor.cancel()
+        fleet.stop()
+
+
+@dataclass
+class Load:
+    """`clients` ask for one stream after the other until they are told to stop; every answer is checked.
+
+    `expected(prompt, seed, count)` are its ids. A seed of 0 asks greedily, which the stub takes for a seed as well.
+    """
+
+    fleet: Fleet
+    clients: int
+    max_tokens: tuple[int, int]
+    expected: Callable[[Sequence[int], int, int], Sequence[int]]
+    vocab_size: int
+    whole: int = 0
+    refused: int = 0
+    wrong: list[str] = field(default_factory=list)
+    stopping: bool = False
+
+    async def run(self) -> None:
+        """Until `stopping`; then the streams that run are waited for."""
+        async with contextlib.AsyncExitStack() as stack:
+            channels = [
+                await stack.enter_async_context(grpc.aio.insecure_channel(self.fleet.address)) for _ in range(4)
+            ]
+            await asyncio.gather(*(self._client(n, channels[n % 4]) for n in range(self.clients)))
+
+    async def _client(self, number: int, channel: grpc.aio.Channel) -> None:
+        rng = random.Random(number)
+        while not self.stopping:
+            prompt = [rng.randrange(3, self.vocab_size) for _ in range(rng.randint(2, 40))]
+            seed, count = rng.choice([0, rng.randrange(1, 2**63)]), rng.randint(*self.max_tokens)
+            sampling = generation_pb2.Sampling(temperature=1.0 if seed else 0.0)
+            options = inference_pb2.Options(sampling=sampling, max_tokens=count, ignore_eos=True, seed=seed)
+            answer = Answer()
+            try:
+                stub = inference_pb2_grpc.InferenceServiceStub(channel)
+                async for message in stub.Generate(by_ids(prompt, options), timeout=180):
+                    answer.messages.append(message)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.UNAVAILABLE and not answer.ids:
+                    self.refused += 1  # no engine could take it then: the client is told so, and asks again
+                    await asyncio.sleep(0.3)
+                    continue
+                self.wrong.append(f"client {number}, {len(answer.ids)} ids: {error.code().name}: {error.details()}")
+                return
+            if found := _fault(answer, self.expected(prompt, seed, count), len(prompt), count):
+                self.wrong.append(f"client {number}, prompt {prompt}, seed {seed}: {found}")
+                return
+            self.whole += 1
+
+
+def _is_idle(beat: engine_pb2.Heartbeat) -> bool:
+    requests = beat.running_requests + beat.waiting_requests
+    return beat.state == engine_pb2.ENGINE_STATE_SERVING and not requests and beat.free_blocks == beat.total_blocks > 0
+
+
+def _fault(answer: Answer, expected: Sequence[int], prompt_tokens: int, count: int) -> str:
+    """What is wrong with an answer that came to its end; nothing where it is whole."""
+    if answer.ids != list(expected):
+        place = next((i for i, (a, b) in enumerate(zip(answer.ids, expected, strict=False)) if a != b), None)
+        return f"{len(answer.ids)} ids of {len(expected)}, the first that differs at {place}"
+    if len(answer.finishes) != 1 or answer.reason != "LENGTH":
+        return f"its finishes are {answer.finishes}"
+    if (answer.usage.prompt_tokens, answer.usage.completion_tokens) != (prompt_tokens, count):
+        return f"its usage is {answer.usage}"
+    return ""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a process holds."""
+
+    rss_bytes: int
+    descriptors: int
+
+    @classmethod
+    def by(cls, pid: int) -> Held:
+        """Now."""
+        process = psutil.Process(pid)
+        return cls(process.memory_info().rss, process.num_fds())

@@ -1,0 +1,74 @@
+"""kill -9 in the middle of hundreds of streams: every client gets its full, right answer, and nothing is left over."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from loadtest.stub_batch import expected_ids
+from tests.chaos.fleet import Fleet, Held, Load, running
+from tests.support.checkpoints import tiny_llama
+
+VOCAB_SIZE = 512
+MB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("tiny") / "tiny-llama")
+
+
+def stub_fleet(model: Path, folder: Path, *, replicas: int, step_ms: int) -> Fleet:
+    executor = ["-m", "loadtest.stub_executor", "--vocab-size", str(VOCAB_SIZE), "--step-ms", str(step_ms)]
+    return Fleet(model, folder, executor, replicas, scheduler_flags=["--max-num-seqs", "256"])
+
+
+async def kill_for(fleet: Fleet, rng: random.Random, duration_s: float, every_s: float) -> list[str]:
+    """SIGKILL to a random executor or scheduler, again and again; which."""
+    killed: list[str] = []
+    ends_s = time.monotonic() + duration_s
+    while time.monotonic() < ends_s:
+        await asyncio.sleep(every_s)
+        killed.append(rng.choice(fleet.engines))
+        fleet.signal(killed[-1], signal.SIGKILL)
+    return killed
+
+
+async def survive(fleet: Fleet, load: Load, *, duration_s: float, every_s: float, seed: int) -> None:
+    async with running(fleet):
+        streams = asyncio.create_task(load.run())
+        await asyncio.sleep(min(5.0, duration_s / 4))
+        before = Held.by(fleet.processes["frontend"].pid)
+        killed = await kill_for(fleet, random.Random(seed), duration_s, every_s)
+        load.stopping = True
+        await streams
+        assert load.wrong == [], f"killed: {killed}"
+        assert load.whole >= load.clients
+        await fleet.settled()
+        after = Held.by(fleet.processes["frontend"].pid)
+        assert after.descriptors <= before.descriptors + 10, (before, after)
+        assert after.rss_bytes <= before.rss_bytes + 48 * MB, (before, after)
+        print(
+            f"{load.whole} streams were whole over {len(killed)} kills, {load.refused} calls came while no engine served"
+        )
+
+
+@pytest.mark.timeout(240)
+async def test_X3_G1_streams_outlive_kills_of_either_of_two_replicas(tiny: Path, tmp_path: Path) -> None:
+    fleet = stub_fleet(tiny, tmp_path, replicas=2, step_ms=20)
+    load = Load(fleet, 40, (50, 300), lambda p, s, n: expected_ids(p, s, n, VOCAB_SIZE), VOCAB_SIZE)
+    await survive(fleet, load, duration_s=12, every_s=3, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("replicas", [1, 2])
+async def test_X3_200_streams_outlive_two_minutes_of_kills(tiny: Path, tmp_path: Path, replicas: int) -> None:
+    fleet = stub_fleet(tiny, tmp_path, replicas=replicas, step_ms=60)
+    load = Load(fleet, 200, (100, 600), lambda p, s, n: expected_ids(p, s, n, VOCAB_SIZE), VOCAB_SIZE)
+    await survive(fleet, load, duration_s=120, every_s=3, seed=2)
