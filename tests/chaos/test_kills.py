@@ -53,9 +53,7 @@ async def survive(fleet: Fleet, load: Load, *, duration_s: float, every_s: float
         after = Held.by(fleet.processes["frontend"].pid)
         assert after.descriptors <= before.descriptors + 10, (before, after)
         assert after.rss_bytes <= before.rss_bytes + 48 * MB, (before, after)
-        print(
-            f"{load.whole} streams were whole over {len(killed)} kills, {load.refused} calls came while no engine served"
-        )
+        print(f"{load.whole} streams whole, {len(killed)} kills, {load.refused} calls refused while no engine served")
 
 
 @pytest.mark.timeout(240)
