@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from services.cli.parts import config_type, missing, part
-from services.common import collector
+from services.common import collector, logs
 from services.common.config import SERVICES, resolve
 from services.common.errors import StartError
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(arguments)
     except StartError as error:
-        print(f"triptych: error: {error}", file=sys.stderr)
+        logs.fatal(str(error))
         return 1
     except KeyboardInterrupt:
         return 130

@@ -43,6 +43,9 @@ class ServiceConfig(BaseModel):
     )
     offline: bool = Field(False, description="whether a hub's model is taken from the cache alone, without a network")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level logged")
+    log_format: Literal["text", "json"] = Field(
+        "text", description="how a line of the log is written: text for people, json for collectors"
+    )
     drain_s: float = Field(30.0, ge=0, le=86400, description="seconds that running requests are given after SIGTERM")
 
     @field_validator("*", mode="before")

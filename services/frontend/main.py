@@ -17,7 +17,7 @@ def main(argv: Sequence[str]) -> int:
     settings = config.load(FrontendConfig, argv)
     if settings.workers == 1:
         return serve_one(argv)
-    logs.setup(settings.service, settings.log_level)
+    logs.setup(settings.service, settings.log_level, settings.log_format)
     return asyncio.run(_serve_many(settings, argv))
 
 
@@ -26,7 +26,7 @@ def serve_one(argv: Sequence[str], *, shared_port: int | None = None) -> int:
     startup = Startup()
     startup.done("imports")
     settings = config.load(FrontendConfig, argv)
-    logs.setup(settings.service, settings.log_level)
+    logs.setup(settings.service, settings.log_level, settings.log_format)
     if shared_port is not None:
         settings = settings.model_copy(update={"port": shared_port})
     asyncio.run(_serve(settings, startup, shares_port=shared_port is not None))

@@ -42,6 +42,7 @@ class Place:
     rendezvous_fd: int
     """Of ranks that rank 0 has started; -1 for one with a connection of its own."""
     device: str = "cpu"
+    log_format: str = "text"
 
 
 @dataclass(frozen=True)
