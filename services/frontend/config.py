@@ -26,6 +26,9 @@ class FrontendConfig(ServiceConfig):
         le=256,
         description="processes that share the port; the kernel spreads connections over them, not calls",
     )
+    log_requests: bool = Field(
+        True, description="whether each request is told in a line of the log as it ends, at level info"
+    )
     served_model_name: str | None = Field(
         None, min_length=1, description="name that requests use; unset: the name of the checkpoint's folder"
     )

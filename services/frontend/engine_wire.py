@@ -147,7 +147,8 @@ def read_outputs(message: engine_pb2.StepOutputs) -> StepReport:
     for told in message.prompt_logprobs:
         _add(outputs, told.request_id, Outputs(scores=(_read_scores(told, message.step),)))
     for started in message.started:
-        _add(outputs, started.request_id, Outputs(cached_tokens=started.cached_tokens))
+        queue_s = max(0, started.scheduled_unix_ns - started.queued_unix_ns) / 1e9
+        _add(outputs, started.request_id, Outputs(cached_tokens=started.cached_tokens, queue_s=queue_s))
     for finished in message.finished:
         _add(outputs, finished.request_id, Outputs(finish=_read_finish(finished)))
     return StepReport(outputs, {failed.request_id: _read_failed(failed) for failed in message.failed})

@@ -17,6 +17,7 @@ from services.frontend.config import FrontendConfig
 from services.frontend.engine_admin import EngineAdmin
 from services.frontend.engine_client import HEARTBEAT_LIMIT_S, EngineClient
 from services.frontend.grammar_check import GrammarCheck
+from services.frontend.request_log import RequestLog
 from services.frontend.service import InferenceService
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class Frontend:
         self.engine = EngineClient(config.engine, self.model.tokenizer_hash)
         self.grammars = GrammarCheck(self.model.folder, sorted(self.model.eos_ids), config.grammar_budget())
         self.calls = Calls()
+        self._requests = RequestLog(self.model.name, is_on=config.log_requests)
         self.server = Server(
             config.host,
             config.port,
@@ -49,7 +51,8 @@ class Frontend:
             connection_age=config.connection_age(),
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
-            InferenceService(self.model, self.engine, self.calls, self.grammars, config.limits()), self.server.grpc
+            InferenceService(self.model, self.engine, self.calls, self.grammars, config.limits(), self._requests),
+            self.server.grpc,
         )
         self._services = [service.NAME]
         self._admin: EngineAdmin | None = None
@@ -67,7 +70,7 @@ class Frontend:
             ) from error
         self._admin = EngineAdmin(self._config.engine)
         adapter = vllm.VllmEngineService(
-            self.model, self.engine, self._admin, self.calls, self.grammars, self._config.limits()
+            self.model, self.engine, self._admin, self.calls, self.grammars, self._config.limits(), self._requests
         )
         vllm.add_to_server(adapter, self.server.grpc)
         self.server.health.also_generates(vllm.NAME)

@@ -1,6 +1,6 @@
 """Logs of every process: one record a line on standard error, as text for people or JSON for collectors.
 
-What a record is about beside its message are its fields: `log.info("request ended", extra={"fields": {"status": "OK"}})`.
+What a record tells beside its message are its fields: `log.info("request ended", extra={"fields": {"status": "OK"}})`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class _Process:
 def setup(service: str, level: str, log_format: str = "text") -> None:
     """Sends all records of this process to standard error, from a thread of its own; again replaces what was before.
 
-    `service` is told in each, so that those of several processes can be told apart; `level` is one of logger_levels.LEVELS,
-    `log_format` text or json.
+    `service` is told in each, so that those of several processes can be told apart; `level` is one of
+    logger_levels.LEVELS, `log_format` text or json.
     """
     deliverer = Deliverer(Writer(STANDARD_ERROR), FORMATTERS[log_format](service))
     logging.basicConfig(handlers=[deliverer], force=True)

@@ -34,6 +34,7 @@ from services.frontend.intake import Intake
 from services.frontend.patience import Patience
 from services.frontend.request import Delta, EngineFacts, Job, Limits
 from services.frontend.request_id import greet, new_id, tell
+from services.frontend.request_log import Entry, RequestLog
 from services.frontend.running import Call, Context, Runner
 from services.frontend.served_model import ServedModel
 from services.frontend.tenant import tenant_of
@@ -56,7 +57,9 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         calls: Calls,
         grammars: GrammarCheck,
         limits: Limits,
+        requests: RequestLog | None = None,
     ) -> None:
+        self._requests = requests or RequestLog(model.name)
         self._model = model
         self._engine = engine
         self._admin = admin
@@ -72,10 +75,17 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Ids for ids, or for text; in chunks or at the end."""
         self._server.received()
-        with self._calls.entered(), self._running.entered(request.request_id) as running, named_as_theirs(request):
-            call = Call(new_id(), tenant_of(context), context)
-            job = await self._prepare(request)
-            await self._answer(job, call, running, stream=request.stream)
+        with (
+            self._requests.entered(f"{NAME}/Generate", context, request.request_id) as entry,
+            self._calls.entered(),
+            self._running.entered(request.request_id) as running,
+            named_as_theirs(request),
+        ):
+            entry.request_id, entry.tenant = new_id(), tenant_of(context)
+            call = Call(entry.request_id, entry.tenant, context)
+            entry.job = job = await self._prepare(request)
+            await self._answer(job, call, running, entry, stream=request.stream)
+            entry.is_aborted = running.is_aborted
 
     async def _prepare(self, request: pb.GenerateRequest) -> Job:
         DOOR.check(request)
@@ -85,9 +95,9 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         OWN_DOOR.check(own)
         return await self._intake.generate(own, self._engine.require())
 
-    async def _answer(self, job: Job, call: Call, running: RunningCall, *, stream: bool) -> None:
+    async def _answer(self, job: Job, call: Call, running: RunningCall, entry: Entry, *, stream: bool) -> None:
         replies = Replies(job, stream=stream)
-        answer = Answer(job, self._model.tokenizer, self._limits.unread_tokens)
+        entry.answer = answer = Answer(job, self._model.tokenizer, self._limits.unread_tokens)
         patience = Patience(call.context.write, self._limits.slow_reader_s)
         write = _Writer(call, patience, self._limits).write
 
