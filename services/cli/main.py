@@ -22,6 +22,8 @@ COMMANDS = {
     "chat": "talk to a model",
     "generate": "continue a raw prompt",
     "gateway": "serve HTTP: run the SMG gateway before a frontend",
+    "top": "watch engines: requests, KV, steps, latencies, live",
+    "log-level": "set how much running services log",
     "replay": "run the scheduler's core over what --record wrote",
     "model": "fetch, list and verify models",
     "doctor": "say whether a model can be served on this machine, and why not",
@@ -57,7 +59,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
     if name in SERVICES:
         return _serve(name, rest)
     if name in COMMANDS:
-        result: int = importlib.import_module(f"services.cli.{name}").run(rest)
+        result: int = importlib.import_module(f"services.cli.{name.replace('-', '_')}").run(rest)
         return result
     return _unknown(name)
 

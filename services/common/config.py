@@ -56,14 +56,15 @@ class ServiceConfig(BaseModel):
         return value
 
 
-def _host_port(value: str) -> str:
+def host_port(value: str) -> str:
+    """The value, where it is an address to dial. Raises ValueError."""
     host, _, port = value.rpartition(":")
     if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
         raise ValueError("HOST:PORT is needed, with a port from 1 to 65535")
     return value
 
 
-HOST_PORT = AfterValidator(_host_port)
+HOST_PORT = AfterValidator(host_port)
 Address = Annotated[str, HOST_PORT]
 """HOST:PORT of a peer."""
 

@@ -126,6 +126,7 @@ class Epoch:
                     wire.DOOR.check(request)
                     raise invalid("command", "is empty")
             self._masks.end(epoch_over=False)
+            await asyncio.gather(*self._utilities)
             await self._all_done()
             self.end()
         except RequestError as error:

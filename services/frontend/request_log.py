@@ -12,10 +12,11 @@ from typing import Any
 import grpc
 
 from services.common.errors import RequestError
+from services.common.telemetry.context import CURRENT
 from services.frontend import request_id
 from services.frontend.answer import Answer
 from services.frontend.request import Job
-from services.frontend.trace_context import trace_context_of
+from services.frontend.trace_context import parent_of
 
 LABEL_CHARS = 256
 
@@ -37,6 +38,8 @@ class Entry:
         self._method = method
         self._context = context
         self._label = label[:LABEL_CHARS]
+        span = CURRENT.get() or parent_of(context)
+        self._trace_id, self._span_id = (span.trace_id, span.span_id) if span is not None else ("", "")
         self._loop = asyncio.get_running_loop()
         self._begun_s = self._loop.time()
 
@@ -48,11 +51,10 @@ class Entry:
 
     def fields(self, code: grpc.StatusCode, error: RequestError | None) -> dict[str, object]:
         """All of it, at the call's end."""
-        _, trace_id, span_id, _ = (trace_context_of(self._context).traceparent or "---").split("-")
         told: dict[str, object] = {
             "request_id": self.request_id,
-            "trace_id": trace_id,
-            "span_id": span_id,
+            "trace_id": self._trace_id,
+            "span_id": self._span_id,
             "method": self._method,
             "model": self._model,
             "peer": self._context.peer(),

@@ -10,6 +10,8 @@ import traceback
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
+from services.common.telemetry.context import CURRENT
+
 MESSAGE_CHARS = 4 * 1024
 FIELD_CHARS = 1024
 """Of one field's text; longer ones are cut."""
@@ -88,8 +90,11 @@ def _message(record: logging.LogRecord) -> str:
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:
-    """Those of the record, each a plain value that JSON has, or a map of such."""
-    return {name: _plain(value) for name, value in getattr(record, "fields", {}).items()}
+    """Those of the record, each a plain value that JSON has, or a map of such; and the trace of the call at work."""
+    fields = {name: _plain(value) for name, value in getattr(record, "fields", {}).items()}
+    if (span := CURRENT.get()) is not None and "trace_id" not in fields:
+        fields |= {"trace_id": span.trace_id, "span_id": span.span_id}
+    return fields
 
 
 def _plain(value: object) -> object:
