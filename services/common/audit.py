@@ -10,9 +10,12 @@ from typing import Any
 
 from services.common.errors import RequestError
 
+log = logging.getLogger(__name__)
+log.setLevel(logging.INFO)  # of its own: whoever makes a service quiet is told of all the same
+
 
 @contextmanager
-def told(log: logging.Logger, method: str, context: Any, what: Mapping[str, object]) -> Iterator[None]:
+def told(method: str, context: Any, what: Mapping[str, object]) -> Iterator[None]:
     """Around the call `method`, told as it ends; `what` are its further fields, read then."""
 
     def tell(status: str, **more: object) -> None:

@@ -40,7 +40,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.SetLogLevelResponse:
         """Of the whole frontend."""
         _DOOR.check(request)
-        with audit.told(log, "SetLogLevel", context, log_level.fields(request)):
+        with audit.told("SetLogLevel", context, log_level.fields(request)):
             return await log_level.set_all(request, "frontend", self._elsewhere)
 
 

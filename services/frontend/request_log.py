@@ -64,7 +64,7 @@ class Entry:
             "duration_s": self._loop.time() - self._begun_s,
         }
         if error is not None:
-            told |= {"reason": error.reason, "error": error.message}
+            told |= {"reason": error.reason, "error": _words(error)}
         if self.job is not None:
             told |= self._accounting(self.job)
         return {name: value for name, value in told.items() if value != ""}
@@ -124,6 +124,14 @@ class RequestLog:
             raise
         else:
             tell(grpc.StatusCode.OK)
+
+
+def _words(error: RequestError) -> str:
+    """What may stand in a log: errors hold no text of a prompt, but a compiler's words quote the grammar."""
+    if not error.reason.startswith("GRAMMAR"):
+        return error.message
+    fields = ", ".join(violation.field for violation in error.violations)
+    return f"{fields or 'the grammar'}: its client was told more"
 
 
 def _left(context: Any) -> grpc.StatusCode:

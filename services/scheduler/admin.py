@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,8 +13,6 @@ from services.common.contract import Door
 from services.common.errors import unserved
 from services.scheduler.clock import now_ns
 from services.scheduler.engine import Engine
-
-log = logging.getLogger(__name__)
 
 ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 
@@ -47,7 +44,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.SetLogLevelResponse:
         """Of this process, and of its executor."""
         _DOOR.check(request)
-        with audit.told(log, "SetLogLevel", context, log_level.fields(request)):
+        with audit.told("SetLogLevel", context, log_level.fields(request)):
             return await log_level.set_all(request, "scheduler", {"executor": self._engine.set_executor_log_level})
 
     async def GetLoad(  # noqa: N802
@@ -70,7 +67,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         """Forgets all cached blocks: one pass over their names, between two steps."""
         _DOOR.check(request)
         told: dict[str, object] = {}
-        with audit.told(log, "FlushPrefixCache", context, told):
+        with audit.told("FlushPrefixCache", context, told):
             told["flushed_blocks"] = flushed = self._engine.flush_prefix_cache()
             return admin_pb2.FlushPrefixCacheResponse(flushed_blocks=flushed)
 
@@ -79,7 +76,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     ) -> AsyncIterator[admin_pb2.SubscribeKvEventsResponse]:
         """What is cached and every change to it, or the changes from a number on."""
         _DOOR.check(request)
-        with audit.told(log, "SubscribeKvEvents", context, {}):
+        with audit.told("SubscribeKvEvents", context, {}):
             async for message in self._kv_events(request):
                 yield message
 

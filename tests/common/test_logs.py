@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.common import audit
 from services.common.logs import formats
 from services.common.logs.delivery import Deliverer, Writer
 from services.common.logs.formats import CONTINUED, JsonFormatter, TextFormatter
@@ -340,6 +341,7 @@ def test_a_level_with_a_duration_ends_and_one_that_is_set_anew_begins_anew(
         (("loud",), "level is 'loud'; it is one of debug, info, warning, error, or empty"),
         (("DEBUG",), "level is 'DEBUG'"),
         (("debug", "no.such"), "logger is 'no.such', and this process has none"),
+        (("error", "services.common.audit"), "whose lines are always told"),
         (("debug", "", 0.5), r"duration_s is 0.5; it must be in \[1, 604800\]"),
         (("debug", "", float("nan")), "duration_s is nan"),
         (("", "", 5), "duration_s is set without a level"),
@@ -348,6 +350,7 @@ def test_a_level_with_a_duration_ends_and_one_that_is_set_anew_begins_anew(
 def test_what_cannot_be_set_is_refused_by_name(levels: Levels, arguments: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         levels.set(*arguments)
+    assert effective(audit.__name__) == "info"
     assert effective("zq.a") == "info"
 
 

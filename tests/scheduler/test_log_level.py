@@ -13,7 +13,7 @@ import pytest
 from triptych.engine.v1 import admin_pb2
 
 from loadtest.stub_executor import StubExecutor
-from services.scheduler import admin as admin_module
+from services.common import audit
 from services.scheduler import executor_run
 from tests.frontend.harness import fields_at_fault
 from tests.scheduler.test_admin import admin_of
@@ -122,13 +122,14 @@ async def test_an_executor_that_does_not_answer_is_not_waited_for(model: Path, m
 
 
 def audited(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    return [record.fields for record in caplog.records if record.name == admin_module.__name__]  # type: ignore[attr-defined]
+    return [record.fields for record in caplog.records if record.name == audit.__name__]  # type: ignore[attr-defined]
 
 
 async def test_each_call_that_changes_something_is_told_with_who_made_it(
     model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.ERROR)
+    caplog.handler.setLevel(logging.NOTSET)
     async with bench(model) as b, admin_of(b) as admin:
         await admin.FlushPrefixCache(admin_pb2.FlushPrefixCacheRequest())
         await admin.SetLogLevel(request("warning", duration_s=60))

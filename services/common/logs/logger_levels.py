@@ -8,6 +8,8 @@ import threading
 LEVELS = ("debug", "info", "warning", "error")
 MAX_DURATION_S = 7 * 24 * 3600
 
+ALWAYS = "services.common.audit"
+"""Has a level of its own."""
 _GRPC = "grpc"
 
 
@@ -28,6 +30,8 @@ class Levels:
         check(level, duration_s)
         if logger and not is_known(logger):
             raise ValueError(f"logger is {logger[:128]!r}, and this process has none of that name or below it")
+        if logger == ALWAYS:
+            raise ValueError(f"logger is {ALWAYS!r}, whose lines are always told")
         with self._lock:
             if (timer := self._timers.pop(logger, None)) is not None:
                 timer.cancel()
