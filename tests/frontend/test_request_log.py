@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from smg_grpc_proto import vllm_engine_pb2 as pb
+from smg_grpc_proto.generated import common_pb2
 from triptych.engine.v1 import engine_pb2
 from triptych.inference.v1 import inference_pb2
 
 from loadtest.stub_engine import Faults
+from services.common import audit
 from services.frontend import request_log
 from tests.frontend.harness import scripted, serving, user
 from tests.support import vllm_calls
@@ -22,6 +25,9 @@ from tests.support.checkpoints import EOS_ID
 
 SERVICE = "triptych.inference.v1.InferenceService"
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+NAMES = re.compile(r"`([a-z_]+)`")
 
 
 class Lines:
@@ -91,6 +97,17 @@ async def test_a_finished_request_is_accounted_for_as_its_client_was_told(text_m
             "finish_reasons": {"stop": 1},
         }
         assert line["peer"].startswith("ipv4:127.0.0.1:")
+
+
+def test_the_documentation_names_each_field() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "observability.md").read_text()
+    table = page.split("### One line a request")[1].split("###")[0]
+    named = {
+        name for line in table.splitlines() if line.startswith("| `") for name in NAMES.findall(line.split("|")[1])
+    }
+    source = Path(request_log.__file__).read_text()
+    told = set(re.findall(r'"([a-z_]+)":', source))
+    assert named == told - {"fields"} and {"request_id", "ttft_s"} <= named
 
 
 async def test_the_id_of_the_line_is_the_one_the_client_was_told(text_model: Path, lines: Lines) -> None:
@@ -271,3 +288,15 @@ async def test_without_log_requests_there_is_no_line(text_model: Path, lines: Li
         await generate(served.channel, by_text("hi", greedy()))
         await code_of(generate(served.channel, by_ids([10], greedy(adapter="a"))))
         assert lines.all == []
+
+
+async def test_a_flush_by_the_adapter_is_told_as_an_admin_call(
+    text_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The stub engine has no AdminService: the call fails, and is told all the same."""
+    caplog.handler.setLevel(logging.NOTSET)
+    async with serving(text_model, vllm_adapter=True) as served:
+        await code_of(vllm_calls.stub(served.channel).FlushCache(common_pb2.FlushCacheRequest(timeout_s=0)))
+    (told,) = [record.fields for record in caplog.records if record.name == audit.__name__]  # type: ignore[attr-defined]
+    assert (told["method"], told["reason"]) == ("FlushCache", "ENGINE_ADMIN")
+    assert told["peer"].startswith("ipv4:127.0.0.1:")

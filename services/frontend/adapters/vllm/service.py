@@ -14,6 +14,7 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
+from services.common import audit
 from services.common.errors import RequestError, invalid, unavailable, unserved
 from services.frontend import sizes
 from services.frontend.adapters.vllm import ebnf, kv_events, loads, requests
@@ -173,6 +174,13 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         wait_s = request.timeout_s
         if not (math.isfinite(wait_s) and 0 <= wait_s <= MAX_FLUSH_WAIT_S):
             raise invalid("timeout_s", f"is {wait_s:g}; it must be in [0, {MAX_FLUSH_WAIT_S:g}]")
+        told: dict[str, object] = {}
+        with audit.told("FlushCache", context, told):
+            answer = await self._flush(wait_s)
+            told["result"] = answer.message
+            return answer
+
+    async def _flush(self, wait_s: float) -> common_pb2.FlushCacheResponse:
         deadline_s = time.monotonic() + wait_s
         while not (load := await self._admin.load()).is_idle:
             if time.monotonic() >= deadline_s:
