@@ -65,7 +65,7 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         weights_hash: str = "ab" * 32,
         config_hash: str = "",
         refuse_load: str = "",
-        features: tuple[str, ...] = ("grammar",),
+        features: tuple[str, ...] = ("grammar", "log-level"),
         port: int = 0,
     ) -> None:
         self.vocab_size = vocab_size
@@ -80,6 +80,9 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         self.batches: list[Batch] = []  # of each epoch
         self.batch: Batch | None = None
         self.keep_plans = True
+        self.utilities: list[executor_pb2.Utility] = []
+        self.utility_error: str | None = ""
+        """How they are answered; None: not at all."""
         self.masks_seen = 0
         self._step_s, self._token_s = step_s, token_s
         self._max_in_flight = max_in_flight
@@ -261,6 +264,12 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
                 except PlanError as error:
                     self._fault(events, error)
                     return
+                continue
+            if request.HasField("utility"):
+                self.utilities.append(request.utility)
+                if self.utility_error is not None:
+                    done = executor_pb2.UtilityDone(id=request.utility.id, error=self.utility_error)
+                    events.put_nowait(executor_pb2.RunResponse(utility=done))
                 continue
             if self._under_way >= self._max_in_flight:
                 self._fault(events, PlanError(f"a plan came while {self._under_way} were in flight"))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from services.cli.parts import config_type, missing, part
-from services.common import collector
+from services.common import collector, logs
 from services.common.config import SERVICES, resolve
 from services.common.errors import StartError
 
@@ -22,6 +22,8 @@ COMMANDS = {
     "chat": "talk to a model",
     "generate": "continue a raw prompt",
     "gateway": "serve HTTP: run the SMG gateway before a frontend",
+    "top": "watch engines: requests, KV, steps, latencies, live",
+    "log-level": "set how much running services log",
     "replay": "run the scheduler's core over what --record wrote",
     "model": "fetch, list and verify models",
     "doctor": "say whether a model can be served on this machine, and why not",
@@ -37,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(arguments)
     except StartError as error:
-        print(f"triptych: error: {error}", file=sys.stderr)
+        logs.fatal(str(error))
         return 1
     except KeyboardInterrupt:
         return 130
@@ -57,7 +59,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
     if name in SERVICES:
         return _serve(name, rest)
     if name in COMMANDS:
-        result: int = importlib.import_module(f"services.cli.{name}").run(rest)
+        result: int = importlib.import_module(f"services.cli.{name.replace('-', '_')}").run(rest)
         return result
     return _unknown(name)
 

@@ -113,6 +113,7 @@ async def _begin(plan: Plan, processes: Processes, startup: Startup) -> None:
     if http:
         startup.done("the gateway finds the frontend")
     _say(startup.times().line())
+    _say(f"watch the engine with: {shell_name('triptych')} top {plan.addresses['scheduler']}")
     address = plan.addresses["frontend"]
     if plan.ready_json:
         _print_line({"address": address, "model": plan.served_name} | ({"http": http} if http else {}))

@@ -43,6 +43,9 @@ class ServiceConfig(BaseModel):
     )
     offline: bool = Field(False, description="whether a hub's model is taken from the cache alone, without a network")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level logged")
+    log_format: Literal["text", "json"] = Field(
+        "text", description="how a line of the log is written: text for people, json for collectors"
+    )
     drain_s: float = Field(30.0, ge=0, le=86400, description="seconds that running requests are given after SIGTERM")
 
     @field_validator("*", mode="before")
@@ -53,14 +56,15 @@ class ServiceConfig(BaseModel):
         return value
 
 
-def _host_port(value: str) -> str:
+def host_port(value: str) -> str:
+    """The value, where it is an address to dial. Raises ValueError."""
     host, _, port = value.rpartition(":")
     if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
         raise ValueError("HOST:PORT is needed, with a port from 1 to 65535")
     return value
 
 
-HOST_PORT = AfterValidator(_host_port)
+HOST_PORT = AfterValidator(host_port)
 Address = Annotated[str, HOST_PORT]
 """HOST:PORT of a peer."""
 

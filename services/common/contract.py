@@ -17,6 +17,8 @@ GRAMMAR = "grammar"
 forced ids."""
 TRACE_CONTEXT = "trace-context"
 """Feature of an engine: Submit's traceparent and tracestate."""
+LOG_LEVEL = "log-level"
+"""Feature of an executor: Utility.set_log_level."""
 RESUME = "resume"
 """Feature of an engine: Submit.resumed."""
 

@@ -52,6 +52,7 @@ class Epoch:
         self._over = False  # read and set on the step thread too: what waits there is not begun any more
         self._tasks: list[asyncio.Task[None]] = []
         self._closing: asyncio.Task[None] | None = None
+        self._utilities: set[asyncio.Task[None]] = set()
 
     def start(self, requests: AsyncIterator[pb.RunRequest]) -> None:
         """Answers Open and begins to serve what follows it."""
@@ -113,6 +114,9 @@ class Epoch:
                     self._take(request.plan, received_ns)
                 elif kind == "masks":
                     self._take_masks(request.masks)
+                elif kind == "utility":
+                    wire.DOOR.check(request)
+                    self._serve_utility(request.utility)
                 elif kind == "ping":
                     wire.DOOR.check(request)
                     self._say_heartbeat(request.ping.sent_unix_ns)
@@ -122,6 +126,7 @@ class Epoch:
                     wire.DOOR.check(request)
                     raise invalid("command", "is empty")
             self._masks.end(epoch_over=False)
+            await asyncio.gather(*self._utilities)
             await self._all_done()
             self.end()
         except RequestError as error:
@@ -172,6 +177,29 @@ class Epoch:
             self._masks.put(message.step, wire.masks(message, self._vocab_size), self._last_taken)
         except BadPlanError as error:
             self._fault(pb.FAULT_KIND_BAD_PLAN, message.step, error)
+
+    def _serve_utility(self, utility: pb.Utility) -> None:
+        if utility.WhichOneof("call") is None:
+            raise invalid("utility.call", "is empty")
+        task = asyncio.create_task(self._between_steps(utility))
+        self._utilities.add(task)
+        task.add_done_callback(self._utilities.discard)
+
+    async def _between_steps(self, utility: pb.Utility) -> None:
+        """Waits for the steps before it no longer than its budget, and says what came of it."""
+        duration_s = utility.duration_s if utility.HasField("duration_s") else None
+        work = self._steps.submit(
+            lambda: self._executor.set_log_level(utility.set_log_level, utility.logger, duration_s)
+        )
+        error = ""
+        try:
+            async with asyncio.timeout(utility.budget_ms / 1000):
+                await asyncio.wrap_future(work)
+        except TimeoutError:
+            error = f"a step has run for longer than its budget, {utility.budget_ms} ms; try again"
+        except (ValueError, RanksLostError) as refused:
+            error = str(refused)
+        self._outbox.put_nowait(pb.RunResponse(utility=pb.UtilityDone(id=utility.id, error=error)))
 
     async def _execute(self, plan: Plan, masks: StepMasks | None, received_ns: int) -> None:
         begun_ns = received_ns

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from kernels.cpu import paged_attention
+from services.common import logs
 from services.common.checkpoint import config_hash, revision, tokenizer_size
 from services.common.errors import StartError
 from services.executor import loader, memory
@@ -129,6 +130,10 @@ class Executor:
     def dtypes(self) -> Dtypes:
         """What the model can be served in here."""
         return CPU_DTYPES
+
+    def set_log_level(self, level: str, logger: str, duration_s: float | None) -> None:
+        """Of all ranks. Raises ValueError, as Levels.set."""
+        logs.levels().set(level, logger, duration_s)
 
     @property
     def mask_shape(self) -> tuple[int, int]:

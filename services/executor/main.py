@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     startup = Startup()
     startup.done("imports")
     settings = config.load(ExecutorConfig, argv)
-    logs.setup("executor", settings.log_level)
+    logs.setup("executor", settings.log_level, settings.log_format)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     path = checkpoint.find(settings.model, revision=settings.revision, offline=settings.offline, weights=True)
     architecture.read(path)
@@ -111,6 +111,7 @@ def _peers(path: Path, settings: ExecutorConfig, threads: int) -> Peers:
         threads=threads,
         timeout_s=timeout_s,
         log_level=settings.log_level,
+        log_format=settings.log_format,
         device=RANKS_DEVICE,
     )
 

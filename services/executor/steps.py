@@ -13,6 +13,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from services.common import logs
+
 HUNG_EXIT_STATUS = 70
 """EX_SOFTWARE of sysexits.h: a supervisor sees that the process ended itself."""
 
@@ -123,6 +125,7 @@ class _Watchdog:
 
 def _end_process() -> None:
     log.critical("a step passed its deadline; the process ends itself so that a supervisor starts a fresh one")
+    logs.flush()
     faulthandler.dump_traceback(sys.stderr)
     sys.stderr.flush()
     os._exit(HUNG_EXIT_STATUS)

@@ -10,7 +10,7 @@ import torch
 from triptych.executor.v1 import executor_pb2 as pb
 from triptych.inference.v1 import generation_pb2
 
-from services.common.contract import GRAMMAR, PROTOCOL_VERSION, SAMPLING, SERVED_SAMPLING, Door
+from services.common.contract import GRAMMAR, LOG_LEVEL, PROTOCOL_VERSION, SAMPLING, SERVED_SAMPLING, Door
 from services.common.errors import RequestError, invalid, unserved
 from services.executor.dtypes import CPU_DTYPES, Dtypes
 from services.executor.executor import Facts
@@ -19,7 +19,7 @@ from services.executor.masks import CACHE_SIZE, Mask, Words, allowing
 from services.executor.plan import MAX_IN_FLIGHT, BadPlanError, Int64s, Outcome, Plan, Settings, Started
 from services.executor.sampling_params import SamplingParams
 
-FEATURES = (GRAMMAR,)
+FEATURES = (GRAMMAR, LOG_LEVEL)
 """Optional parts of the contract served."""
 
 _DTYPES = {
@@ -53,9 +53,10 @@ _SERVED = {
         }
     ),
     "triptych.executor.v1.AllocateRequest": frozenset({"num_blocks"}),
-    "triptych.executor.v1.RunRequest": frozenset({"open", "plan", "masks", "ping"}),
+    "triptych.executor.v1.RunRequest": frozenset({"open", "plan", "masks", "utility", "ping"}),
     "triptych.executor.v1.Open": frozenset({"epoch", "version"}),
     "triptych.executor.v1.Ping": frozenset({"sent_unix_ns"}),
+    "triptych.executor.v1.Utility": frozenset({"id", "budget_ms", "set_log_level", "logger", "duration_s"}),
     "triptych.executor.v1.StepPlan": frozenset(
         {
             "step",

@@ -54,6 +54,10 @@ class Answer:
         self._num_running = sum(choice.stopped is None for choice in self._choices)
         self._error: Exception | None = None
         self._loop = asyncio.get_running_loop()
+        self.first_ids_s: float | None = None
+        """When the first ids came, by the loop's clock."""
+        self.queue_s: float | None = None
+        """What the choice that came first had waited in the engine."""
         self._reader: asyncio.Future[list[tuple[int, Delta]]] | None = None
         self._timer: asyncio.TimerHandle | None = None
         for index, (_, delta) in begun.items():
@@ -95,6 +99,8 @@ class Answer:
             return self._left_behind and outputs.finish is None
         if choice.stopped is not None:
             return False  # sent before the engine knew
+        if self.first_ids_s is None and outputs.token_ids:
+            self.first_ids_s, self.queue_s = self._loop.time(), outputs.queue_s
         try:
             if self._scores.push(outputs):
                 self._wake()

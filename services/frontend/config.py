@@ -37,6 +37,17 @@ class FrontendConfig(ServiceConfig):
         le=256,
         description="processes that share the port; the kernel spreads connections over them, not calls",
     )
+    admin_host: str = Field("127.0.0.1", description="address that admin_port is listened on")
+    admin_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="port of its own for SetLogLevel, which is asked without credentials; 0 takes a free one; unset: "
+        "it is not served",
+    )
+    log_requests: bool = Field(
+        True, description="whether each request is told in a line of the log as it ends, at level info"
+    )
     served_model_name: str | None = Field(
         None, min_length=1, description="name that requests use; unset: the name of the checkpoint's folder"
     )

@@ -108,6 +108,8 @@ class Outputs(NamedTuple):
     cached_tokens: int | None = None
     finish: EngineFinish | None = None
     scores: tuple[Scores, ...] = ()
+    queue_s: float | None = None
+    """What the choice waited in the engine before it first ran; with its first ids."""
 
     def then(self, later: Outputs) -> Outputs:
         """Both, in order, as one."""
@@ -119,12 +121,14 @@ class Outputs(NamedTuple):
         if len(parts) == 1:
             return parts[0]
         cached = [part.cached_tokens for part in parts if part.cached_tokens is not None]
+        queue_s = [part.queue_s for part in parts if part.queue_s is not None]
         return cls(
             tuple(itertools.chain.from_iterable(part.token_ids for part in parts)),
             tuple(itertools.chain.from_iterable(part.logprobs for part in parts)),
             cached[-1] if cached else None,
             next((part.finish for part in reversed(parts) if part.finish is not None), None),
             tuple(itertools.chain.from_iterable(part.scores for part in parts)),
+            queue_s[-1] if queue_s else None,
         )
 
 

@@ -147,7 +147,7 @@ def read_outputs(message: engine_pb2.StepOutputs) -> StepReport:
     for told in message.prompt_logprobs:
         _add(outputs, told.request_id, Outputs(scores=(_read_scores(told, message.step),)))
     for started in message.started:
-        _add(outputs, started.request_id, Outputs(cached_tokens=started.cached_tokens))
+        _add(outputs, started.request_id, Outputs(cached_tokens=started.cached_tokens, queue_s=_queue_s(started)))
     for finished in message.finished:
         _add(outputs, finished.request_id, Outputs(finish=_read_finish(finished)))
     return StepReport(outputs, {failed.request_id: _read_failed(failed) for failed in message.failed})
@@ -168,6 +168,13 @@ def _share_ids(
 
 def _add(outputs: dict[int, Outputs], request_id: int, new: Outputs) -> None:
     outputs[request_id] = outputs[request_id].then(new) if request_id in outputs else new
+
+
+def _queue_s(started: engine_pb2.Started) -> float | None:
+    """By the engine's clock; None where it does not say."""
+    if not started.queued_unix_ns:
+        return None
+    return max(0, started.scheduled_unix_ns - started.queued_unix_ns) / 1e9
 
 
 def _read_finish(finished: engine_pb2.Finished) -> EngineFinish:

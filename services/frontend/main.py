@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 from services.common import collector, config, logs
 from services.common.startup import Startup
+from services.frontend import admin, worker_levels
 from services.frontend.config import FrontendConfig
 from services.frontend.server import Frontend
+from services.frontend.worker_levels import WorkerLevels
 from services.frontend.workers import Workers
 
 
@@ -17,7 +19,7 @@ def main(argv: Sequence[str]) -> int:
     settings = config.load(FrontendConfig, argv)
     if settings.workers == 1:
         return serve_one(argv)
-    logs.setup(settings.service, settings.log_level)
+    logs.setup(settings.service, settings.log_level, settings.log_format)
     return asyncio.run(_serve_many(settings, argv))
 
 
@@ -26,7 +28,7 @@ def serve_one(argv: Sequence[str], *, shared_port: int | None = None) -> int:
     startup = Startup()
     startup.done("imports")
     settings = config.load(FrontendConfig, argv)
-    logs.setup(settings.service, settings.log_level)
+    logs.setup(settings.service, settings.log_level, settings.log_format)
     if shared_port is not None:
         settings = settings.model_copy(update={"port": shared_port})
     asyncio.run(_serve(settings, startup, shares_port=shared_port is not None))
@@ -34,7 +36,9 @@ def serve_one(argv: Sequence[str], *, shared_port: int | None = None) -> int:
 
 
 async def _serve_many(settings: FrontendConfig, argv: Sequence[str]) -> int:
-    return await Workers(settings, argv).run()
+    levels = WorkerLevels()
+    async with admin.serving(settings, {"workers": levels.set}):
+        return await Workers(settings, argv, levels).run()
 
 
 async def _serve(settings: FrontendConfig, startup: Startup, *, shares_port: bool) -> None:
@@ -42,4 +46,5 @@ async def _serve(settings: FrontendConfig, startup: Startup, *, shares_port: boo
     await frontend.start()
     startup.done("tokenizer and template")
     collector.settle()
-    await frontend.run()
+    async with worker_levels.followed() if shares_port else admin.serving(settings, {}):
+        await frontend.run()

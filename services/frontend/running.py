@@ -73,14 +73,6 @@ class Runner:
             request = self._engine.submit(await _submission(job, answer.running, call), answer)
             submitted(request)
             await _deliver(job, answer, request, call, send, tell)
-        log.debug(
-            "request %s (label %r): %d prompt tokens, %d output tokens, stopped by %s",
-            call.request_id,
-            job.options.label,
-            len(job.prompt_ids),
-            answer.completion_tokens,
-            ", ".join(answer.stopped),
-        )
 
 
 async def _deliver(job: Job, answer: Answer, request: Journey, call: Call, send: Send, tell: Tell) -> None:

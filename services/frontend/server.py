@@ -18,6 +18,7 @@ from services.frontend.engine_admin import EngineAdmin
 from services.frontend.engine_client import HEARTBEAT_LIMIT_S
 from services.frontend.fleet import Fleet
 from services.frontend.grammar_check import GrammarCheck
+from services.frontend.request_log import RequestLog
 from services.frontend.service import InferenceService
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class Frontend:
         )
         self.grammars = GrammarCheck(self.model.folder, sorted(self.model.eos_ids), config.grammar_budget())
         self.calls = Calls()
+        self._requests = RequestLog(self.model.name, is_on=config.log_requests)
         self.server = Server(
             config.host,
             config.port,
@@ -52,7 +54,8 @@ class Frontend:
             connection_age=config.connection_age(),
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
-            InferenceService(self.model, self.engine, self.calls, self.grammars, config.limits()), self.server.grpc
+            InferenceService(self.model, self.engine, self.calls, self.grammars, config.limits(), self._requests),
+            self.server.grpc,
         )
         self._services = [service.NAME]
         self._admin: EngineAdmin | None = None
@@ -70,7 +73,7 @@ class Frontend:
             ) from error
         self._admin = EngineAdmin(self._config.engine)
         adapter = vllm.VllmEngineService(
-            self.model, self.engine, self._admin, self.calls, self.grammars, self._config.limits()
+            self.model, self.engine, self._admin, self.calls, self.grammars, self._config.limits(), self._requests
         )
         vllm.add_to_server(adapter, self.server.grpc)
         self.server.health.also_generates(vllm.NAME)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, TypeVar
 
 from google.protobuf.message import Message
@@ -23,6 +24,7 @@ from services.frontend.intake import Intake
 from services.frontend.patience import Patience
 from services.frontend.request import Delta, EngineFacts, Job, Limits
 from services.frontend.request_id import greet
+from services.frontend.request_log import Entry, RequestLog
 from services.frontend.responses import Fold
 from services.frontend.running import Call, Context, Runner
 from services.frontend.served_model import ServedModel
@@ -46,10 +48,19 @@ MAX_SCORES_BYTES = 64 * 1024
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """The public API of one model; the state of a request lives in its call alone."""
 
-    def __init__(self, model: ServedModel, engine: Fleet, calls: Calls, grammars: GrammarCheck, limits: Limits) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        engine: Fleet,
+        calls: Calls,
+        grammars: GrammarCheck,
+        limits: Limits,
+        requests: RequestLog | None = None,
+    ) -> None:
         self._model = model
         self._engine = engine
         self._calls = calls
+        self._requests = requests or RequestLog(model.name)
         self._limits = limits
         self._intake = Intake(model, grammars, limits)
         self._runner = Runner(engine)
@@ -61,7 +72,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         def prepare(facts: EngineFacts) -> Awaitable[Job]:
             return self._intake.generate(request, facts)
 
-        await self._stream(request, prepare, inference_pb2.GenerateResponse, context)
+        with self._told("Generate", context, request.options.label) as entry:
+            await self._stream(request, prepare, inference_pb2.GenerateResponse, entry, context)
 
     async def Chat(self, request: inference_pb2.ChatRequest, context: Context) -> None:  # type: ignore[override]
         """A conversation, answered."""
@@ -69,7 +81,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         def prepare(facts: EngineFacts) -> Awaitable[Job]:
             return self._intake.chat(request, facts)
 
-        await self._stream(request, prepare, inference_pb2.ChatResponse, context)
+        with self._told("Chat", context, request.options.label) as entry:
+            await self._stream(request, prepare, inference_pb2.ChatResponse, entry, context)
 
     async def GenerateUnary(
         self, request: inference_pb2.GenerateUnaryRequest, context: Context
@@ -79,11 +92,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         def prepare(facts: EngineFacts) -> Awaitable[Job]:
             return self._intake.generate(request.request, facts, "request.")
 
-        fold = Fold(inference_pb2.GenerateResponse())
-        await self._answer(request, prepare, inference_pb2.GenerateResponse, context, fold.write, "request.options")
-        answer = inference_pb2.GenerateUnaryResponse(response=fold.result())
-        sizes.check_answer(answer, self._limits, "use Generate, which streams it, or raise --max-message-bytes")
-        return answer
+        fold, kind = Fold(inference_pb2.GenerateResponse()), inference_pb2.GenerateResponse
+        with self._told("GenerateUnary", context, request.request.options.label) as entry:
+            await self._answer(request, prepare, kind, entry, context, fold.write, "request.options")
+            answer = inference_pb2.GenerateUnaryResponse(response=fold.result())
+            sizes.check_answer(answer, self._limits, "use Generate, which streams it, or raise --max-message-bytes")
+            return answer
 
     async def ChatUnary(
         self, request: inference_pb2.ChatUnaryRequest, context: Context
@@ -94,17 +108,20 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             return self._intake.chat(request.request, facts, "request.")
 
         fold = Fold(inference_pb2.ChatResponse())
-        await self._answer(request, prepare, inference_pb2.ChatResponse, context, fold.write, "request.options")
-        answer = inference_pb2.ChatUnaryResponse(response=fold.result())
-        sizes.check_answer(answer, self._limits, "use Chat, which streams it, or raise --max-message-bytes")
-        return answer
+        with self._told("ChatUnary", context, request.request.options.label) as entry:
+            await self._answer(
+                request, prepare, inference_pb2.ChatResponse, entry, context, fold.write, "request.options"
+            )
+            answer = inference_pb2.ChatUnaryResponse(response=fold.result())
+            sizes.check_answer(answer, self._limits, "use Chat, which streams it, or raise --max-message-bytes")
+            return answer
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
         """The ids of a text or a chat, and each id's bytes."""
-        await greet(context)
-        with self._calls.entered():
+        with self._told("Tokenize", context) as entry, self._calls.entered():
+            await entry.greet()
             sizes.check(request, self._limits)
             DOOR.check(request)
             ids = await self._intake.tokenize(request)
@@ -114,8 +131,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
         """The text of ids as a whole."""
-        await greet(context)
-        with self._calls.entered():
+        with self._told("Detokenize", context) as entry, self._calls.entered():
+            await entry.greet()
             sizes.check(request, self._limits)
             DOOR.check(request)
             self._model.check_name(request.model)
@@ -144,11 +161,13 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             DOOR.check(request)
             return inference_pb2.ListModelsResponse(models=[self._describe()])
 
-    async def _stream(self, request: Message, prepare: Prepare, response: type[R], context: Context) -> None:
+    async def _stream(
+        self, request: Message, prepare: Prepare, response: type[R], entry: Entry, context: Context
+    ) -> None:
         """An answer to a client that has to take it as it comes."""
         patience = Patience(context.write, self._limits.slow_reader_s)
         try:
-            await self._answer(request, prepare, response, context, patience.write)
+            await self._answer(request, prepare, response, entry, context, patience.write)
         finally:
             patience.close()
 
@@ -157,19 +176,21 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         request: Message,
         prepare: Prepare,
         response: type[R],
+        entry: Entry,
         context: Context,
         write: Callable[[R], Awaitable[None]],
         path: str = "options",
     ) -> None:
         """Prompt facts, deltas, usage: the one way every generation goes."""
-        request_id = await greet(context)
+        request_id = await entry.greet()
         with self._calls.entered():
             sizes.check(request, self._limits)
             DOOR.check(request)
-            call = Call(request_id, tenant_of(context), context)
-            job = await prepare(self._engine.require())
+            entry.tenant = tenant_of(context)
+            call = Call(request_id, entry.tenant, context)
+            entry.job = job = await prepare(self._engine.require())
             begun = await resume.begin(job, self._model.tokenizer, path)
-            answer = Answer(job, self._model.tokenizer, self._limits.unread_tokens, begun)
+            entry.answer = answer = Answer(job, self._model.tokenizer, self._limits.unread_tokens, begun)
 
             def send(deltas: list[tuple[int, Delta]]) -> Awaitable[None]:
                 return write(responses.choices(response(), deltas, self._model.tokenizer, raw=job.options.raw_bytes))
@@ -181,6 +202,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             await write(response(prompt=self._prompt_info(job)))
             await self._runner.run(job, answer, call, send, tell)
             await write(response(usage=responses.usage(job, answer.completion_tokens, answer.cached_tokens)))
+
+    def _told(self, method: str, context: Context, label: str = "") -> AbstractContextManager[Entry]:
+        return self._requests.entered(f"{NAME}/{method}", context, label)
 
     def _prompt_info(self, job: Job) -> inference_pb2.PromptInfo:
         info = responses.prompt_info(job)

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from services.common import collector
+from services.common import collector, logs
 from services.common.dying import die_with
 from services.common.errors import StartError
 
@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return serve_one(argv[2:], shared_port=int(argv[1]))
     except StartError as error:
-        print(f"triptych: error: {error}", file=sys.stderr)  # noqa: T201  what a command says when it cannot serve
+        logs.fatal(str(error))
         return COULD_NOT_SERVE
 
 

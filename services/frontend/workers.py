@@ -20,6 +20,7 @@ from services.common.errors import StartError
 from services.common.server import free_port
 from services.frontend.config import FrontendConfig
 from services.frontend.worker import COULD_NOT_SERVE
+from services.frontend.worker_levels import WorkerLevels
 
 AGAIN_S = 1.0
 CUT_S = 5.0
@@ -31,8 +32,9 @@ log = logging.getLogger(__name__)
 class Workers:
     """The processes of one frontend; `argv` is its command line."""
 
-    def __init__(self, config: FrontendConfig, argv: Sequence[str]) -> None:
+    def __init__(self, config: FrontendConfig, argv: Sequence[str], levels: WorkerLevels | None = None) -> None:
         self._config = config
+        self._levels = levels or WorkerLevels()
         self._argv = tuple(argv)
         self._running: set[Process] = set()
         self._ending = asyncio.Event()
@@ -54,10 +56,12 @@ class Workers:
         while True:
             process = await self._start(port)
             self._running.add(process)
+            self._levels.begin(process)
             if self._ending.is_set():
                 process.terminate()  # it was being started when the signal came
             code = await self._ended(process)
             self._running.discard(process)
+            self._levels.forget(process)
             if code == COULD_NOT_SERVE:
                 self._end()
             if self._ending.is_set():
@@ -72,7 +76,9 @@ class Workers:
         """One in a session of its own: a signal to the whole group and then ours would be two, and cut its drain."""
         # -P: a folder `services` where the user stands must not be taken for ours.
         arguments = ("-P", "-m", "services.frontend.worker", str(os.getpid()), str(port), *self._argv)
-        return await asyncio.create_subprocess_exec(sys.executable, *arguments, start_new_session=True)
+        return await asyncio.create_subprocess_exec(
+            sys.executable, *arguments, stdin=asyncio.subprocess.PIPE, start_new_session=True
+        )
 
     async def _ended(self, process: Process) -> int:
         """Its exit code, once it has ended; one that does not drain in time is killed."""

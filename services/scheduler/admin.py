@@ -8,6 +8,7 @@ from typing import Any
 
 from triptych.engine.v1 import admin_pb2, admin_pb2_grpc
 
+from services.common import audit, log_level
 from services.common.contract import Door
 from services.common.errors import unserved
 from services.scheduler.clock import now_ns
@@ -20,13 +21,14 @@ _DOOR = Door(
         "triptych.engine.v1.FlushPrefixCacheRequest": frozenset(),
         "triptych.engine.v1.GetLoadRequest": frozenset(),
         "triptych.engine.v1.GetStatsRequest": frozenset(),
+        "triptych.engine.v1.SetLogLevelRequest": log_level.SERVED,
         "triptych.engine.v1.SubscribeKvEventsRequest": frozenset({"from_sequence"}),
     }
 )
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    """Tells of load and counters, flushes the prefix cache and tells of it; Drain and SetLogLevel are UNIMPLEMENTED."""
+    """Tells of load and counters, flushes the prefix cache, sets log levels; Drain is UNIMPLEMENTED."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -40,8 +42,10 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def SetLogLevel(  # noqa: N802
         self, request: admin_pb2.SetLogLevelRequest, context: Any
     ) -> admin_pb2.SetLogLevelResponse:
-        """Not yet."""
-        raise unserved("SetLogLevel")
+        """Of this process, and of its executor."""
+        _DOOR.check(request)
+        with audit.told("SetLogLevel", context, log_level.fields(request)):
+            return await log_level.set_all(request, "scheduler", {"executor": self._engine.set_executor_log_level})
 
     async def GetLoad(  # noqa: N802
         self, request: admin_pb2.GetLoadRequest, context: Any
@@ -62,13 +66,23 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.FlushPrefixCacheResponse:
         """Forgets all cached blocks: one pass over their names, between two steps."""
         _DOOR.check(request)
-        return admin_pb2.FlushPrefixCacheResponse(flushed_blocks=self._engine.flush_prefix_cache())
+        told: dict[str, object] = {}
+        with audit.told("FlushPrefixCache", context, told):
+            told["flushed_blocks"] = flushed = self._engine.flush_prefix_cache()
+            return admin_pb2.FlushPrefixCacheResponse(flushed_blocks=flushed)
 
     async def SubscribeKvEvents(  # noqa: N802
         self, request: admin_pb2.SubscribeKvEventsRequest, context: Any
     ) -> AsyncIterator[admin_pb2.SubscribeKvEventsResponse]:
         """What is cached and every change to it, or the changes from a number on."""
         _DOOR.check(request)
+        with audit.told("SubscribeKvEvents", context, {}):
+            async for message in self._kv_events(request):
+                yield message
+
+    async def _kv_events(
+        self, request: admin_pb2.SubscribeKvEventsRequest
+    ) -> AsyncIterator[admin_pb2.SubscribeKvEventsResponse]:
         log = self._engine.kv_events
         if request.HasField("from_sequence"):
             sequence = request.from_sequence

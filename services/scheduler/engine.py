@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from triptych.engine.v1 import admin_pb2, engine_pb2
 
-from services.common.contract import GRAMMAR
+from services.common.contract import GRAMMAR, LOG_LEVEL
 from services.common.digests import DIGEST_BYTES, chained_digest
 from services.common.errors import RequestError, StartError, invalid, unavailable, unserved
 from services.scheduler import door, outputs, self_test
@@ -101,6 +101,7 @@ class Engine:
             changed=self._work.set,
         )
         self._serves_grammars = False
+        self._sets_log_levels = False
         self._throughput = Throughput()
         self._drain_rate = DrainRate()
         self._statistics = Statistics()
@@ -190,6 +191,17 @@ class Engine:
         self._statistics.failed(error.reason)
         self._send(number, outputs.Outputs(step, failed=[outputs.failed_message(request_id, error)]))
         self._requests_changed()
+
+    async def set_executor_log_level(self, level: str, logger: str, duration_s: int | None) -> str:
+        """Why the executor's could not be set; empty where it is."""
+        if self._run is None:
+            return "the scheduler has no executor now; try again"
+        if not self._sets_log_levels:
+            return "this executor's version does not serve it"
+        try:
+            return await self._run.set_log_level(level, logger, duration_s)
+        except ExecutorLostError as error:
+            return f"it was lost: {error}"
 
     def flush_prefix_cache(self) -> int:
         """Forgets all cached blocks; how many."""
@@ -365,6 +377,7 @@ class Engine:
         num_blocks = self._blocks_of(facts, core)
         await link.allocate(num_blocks)
         self._serves_grammars = await self._grammars.is_served() and GRAMMAR in facts.features
+        self._sets_log_levels = LOG_LEVEL in facts.features
         run = await link.open(facts.version, self._work.set)
         core.new_epoch(num_blocks, facts.max_in_flight)
         self._grammars.masking.new_epoch()

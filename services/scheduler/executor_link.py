@@ -11,7 +11,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from triptych.executor.v1 import executor_pb2, executor_pb2_grpc
 
-from services.common.contract import GRAMMAR, PROTOCOL_VERSION
+from services.common.contract import GRAMMAR, LOG_LEVEL, PROTOCOL_VERSION
 from services.common.errors import StartError
 from services.common.health import GENERATE, LIVENESS
 from services.common.server import channel_options
@@ -70,7 +70,10 @@ class ExecutorLink:
         """Has the weights loaded; progress goes to the log."""
         await self._reach()
         request = executor_pb2.LoadRequest(
-            min_version=PROTOCOL_VERSION, max_version=PROTOCOL_VERSION, features=(GRAMMAR,), config=self._config
+            min_version=PROTOCOL_VERSION,
+            max_version=PROTOCOL_VERSION,
+            features=(GRAMMAR, LOG_LEVEL),
+            config=self._config,
         )
         progress = _Progress()
         try:

@@ -20,6 +20,8 @@ from services.scheduler.plan_codec import Logprob, deadline_ms, decode_result, e
 log = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_S = 10.0
+UTILITY_MS = 5_000
+"""What a utility may wait for the steps before it."""
 STEP_SLACK_S = 5.0
 """Past the step's deadline the executor ends itself; this is how much longer its end may take to arrive."""
 
@@ -87,6 +89,8 @@ class ExecutorRun:
         self._answers: deque[Answer] = deque()
         self._expiry: asyncio.TimerHandle | None = None
         self._lost: ExecutorLostError | None = None
+        self._utilities: dict[int, asyncio.Future[str]] = {}
+        self._last_utility = 0
         self._writing = asyncio.Lock()  # a stream takes one message at a time
         self._reader = asyncio.create_task(self._read(), name=f"executor-run-{epoch}")
         self._unheard_s = 0.0
@@ -131,6 +135,25 @@ class ExecutorRun:
         if self._lost is not None:
             raise self._lost
         await self._write(executor_pb2.RunRequest(masks=masks))
+
+    async def set_log_level(self, level: str, logger: str, duration_s: int | None) -> str:
+        """Why the executor could not, empty where it has. Raises ExecutorLostError."""
+        if self._lost is not None:
+            raise self._lost
+        self._last_utility += 1
+        utility = executor_pb2.Utility(
+            id=self._last_utility, budget_ms=UTILITY_MS, set_log_level=level, logger=logger, duration_s=duration_s
+        )
+        done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._utilities[utility.id] = done
+        try:
+            await self._write(executor_pb2.RunRequest(utility=utility))
+            async with asyncio.timeout(UTILITY_MS / 1000 + STEP_SLACK_S):
+                return await done
+        except TimeoutError:
+            return "it does not answer"
+        finally:
+            del self._utilities[utility.id]
 
     def take(self) -> Answer | None:
         """The next answer that is here. Raises ExecutorLostError when none is and none will come."""
@@ -180,6 +203,10 @@ class ExecutorRun:
         elif kind == "heartbeat":
             if not self._opened.done() and message.heartbeat.epoch == self.epoch:
                 self._opened.set_result(None)
+        elif kind == "utility":
+            done = self._utilities.get(message.utility.id)
+            if done is not None and not done.done():
+                done.set_result(message.utility.error)
         elif kind == "fault":
             fault = message.fault
             step = f" in step {fault.step}" if fault.HasField("step") else ""
@@ -235,6 +262,9 @@ class ExecutorRun:
         if not self._opened.done():
             self._opened.set_exception(error)
             self._opened.exception()  # seen: nobody may be waiting
+        for done in self._utilities.values():
+            if not done.done():
+                done.set_exception(error)
         self._on_event()
 
 

@@ -17,7 +17,7 @@ def main(argv: Sequence[str]) -> int:
     startup = Startup()
     startup.done("imports")
     config = load(SchedulerConfig, argv)
-    logs.setup("scheduler", config.log_level)
+    logs.setup("scheduler", config.log_level, config.log_format)
     asyncio.run(_serve(config, startup))
     return 0
 

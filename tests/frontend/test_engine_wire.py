@@ -72,14 +72,18 @@ def test_outputs_are_split_by_request() -> None:
         token_counts=u4(2, 1, 0),
         token_ids=u4(10, 11, 12),
         logprobs=generation_pb2.LogprobColumns(places=u4(2), logprobs=f4(-math.inf), ranks=u4(3)),
-        started=[engine_pb2.Started(request_id=5, cached_tokens=16)],
+        started=[
+            engine_pb2.Started(
+                request_id=5, cached_tokens=16, queued_unix_ns=10**18, scheduled_unix_ns=10**18 + 25 * 10**7
+            )
+        ],
         finished=[
             engine_pb2.Finished(request_id=2**40, reason=generation_pb2.FINISH_REASON_STOP, stop_id=12),
             engine_pb2.Finished(request_id=8, reason=generation_pb2.FINISH_REASON_LENGTH),
         ],
     )
     assert engine_wire.read_outputs(message).outputs == {
-        5: Outputs((10, 11), cached_tokens=16),
+        5: Outputs((10, 11), cached_tokens=16, queue_s=0.25),
         2**40: Outputs((12,), (Logprob(-9999.0, 3),), finish=EngineFinish("stop", 12)),
         6: Outputs(),
         8: Outputs(finish=EngineFinish("length", None)),

@@ -84,7 +84,7 @@ async def test_an_event_that_is_not_there_is_out_of_range(model: Path, sequence:
         assert words in (caught.value.details() or "")
 
 
-@pytest.mark.parametrize("call", ["Drain", "SetLogLevel"])
+@pytest.mark.parametrize("call", ["Drain"])
 async def test_calls_that_are_not_served_say_so(model: Path, call: str) -> None:
     async with bench(model) as b, admin_of(b) as admin:
         with pytest.raises(grpc.aio.AioRpcError) as caught:

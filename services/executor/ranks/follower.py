@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from triptych.executor.v1 import executor_pb2 as pb
 
+from services.common import logs
 from services.common.errors import StartError
 from services.executor import loader, memory, wire
 from services.executor.batch import ScoredSpan
@@ -42,6 +43,7 @@ class Place:
     rendezvous_fd: int
     """Of ranks that rank 0 has started; -1 for one with a connection of its own."""
     device: str = "cpu"
+    log_format: str = "text"
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,9 @@ class Follower:
             pass  # it was bad here too
         elif kind == Kind.RESET:
             self._executor.reset()
+        elif kind == Kind.LOG_LEVEL:
+            with contextlib.suppress(ValueError):  # a logger that only rank 0 has
+                logs.levels().set(**json.loads(body))
         elif kind == Kind.END:
             raise EndedError(body.decode(errors="replace"))
         else:

@@ -92,6 +92,11 @@ class LeadingExecutor(Executor):
         if self.must_allocate(num_blocks):
             self._together(lambda: self._allocate_all(num_blocks))
 
+    def set_log_level(self, level: str, logger: str, duration_s: float | None) -> None:
+        """As Executor's."""
+        super().set_log_level(level, logger, duration_s)
+        self._together(lambda: self._peers.tell_json(Kind.LOG_LEVEL, level=level, logger=logger, duration_s=duration_s))
+
     def execute(self, plan: Plan, masks: StepMasks | None = None) -> Outcome:
         """As Executor's; any other error than BadPlanError and the epoch's end ends the group."""
         return self._together(lambda: self._execute_all(plan, masks))

@@ -24,7 +24,8 @@ def main(argv: Sequence[str]) -> int:
         signal.signal(number, signal.SIG_IGN)
     place = Place(**json.loads(place_json))
     # It does what rank 0 says that it does: only what goes wrong here is worth a line.
-    logs.setup(f"executor rank {place.rank}", "warning" if log_level == "info" else log_level)
+    level = "warning" if log_level == "info" else log_level
+    logs.setup(f"executor rank {place.rank}", level, place.log_format)
     with contextlib.suppress(LeftError):
         Follower(place, Channel(Connection(int(channel_fd)))).run()
     return 0

@@ -43,6 +43,8 @@ class Kind(IntEnum):
     """Text: why that rank cannot be one of the group. The last it is told."""
     END = 11
     """Text: why the group is over; empty where rank 0 ends in order. The last a peer is told."""
+    LOG_LEVEL = 12
+    """JSON: level, logger, duration_s."""
     # From a peer.
     READY = 16
     PROGRESS = 17

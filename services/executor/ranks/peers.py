@@ -166,6 +166,7 @@ class ChildPeers(Peers):
         threads: int,
         timeout_s: float,
         log_level: str = "info",
+        log_format: str = "text",
         device: str = "cpu",
         start: Start | None = None,
     ) -> None:
@@ -173,7 +174,7 @@ class ChildPeers(Peers):
         super().__init__(size, timeout_s, here=size, device=device)
         self._rendezvous_fd = os.memfd_create("triptych-rendezvous")
         for rank in range(1, size):
-            place = Place(str(path), rank, size, threads, timeout_s, self._rendezvous_fd, device)
+            place = Place(str(path), rank, size, threads, timeout_s, self._rendezvous_fd, device, log_format)
             ours, theirs = Pipe()
             running = (start or start_process)(place, theirs, log_level)
             theirs.close()

@@ -14,6 +14,7 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
+from services.common import audit
 from services.common.errors import RequestError, invalid, unavailable, unserved
 from services.frontend import sizes
 from services.frontend.adapters.vllm import ebnf, kv_events, loads, requests
@@ -34,6 +35,7 @@ from services.frontend.intake import Intake
 from services.frontend.patience import Patience
 from services.frontend.request import Delta, EngineFacts, Job, Limits
 from services.frontend.request_id import greet, new_id, tell
+from services.frontend.request_log import Entry, RequestLog
 from services.frontend.running import Call, Context, Runner
 from services.frontend.served_model import ServedModel
 from services.frontend.tenant import tenant_of
@@ -56,7 +58,9 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         calls: Calls,
         grammars: GrammarCheck,
         limits: Limits,
+        requests: RequestLog | None = None,
     ) -> None:
+        self._requests = requests or RequestLog(model.name)
         self._model = model
         self._engine = engine
         self._admin = admin
@@ -72,10 +76,17 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Ids for ids, or for text; in chunks or at the end."""
         self._server.received()
-        with self._calls.entered(), self._running.entered(request.request_id) as running, named_as_theirs(request):
-            call = Call(new_id(), tenant_of(context), context)
-            job = await self._prepare(request)
-            await self._answer(job, call, running, stream=request.stream)
+        with (
+            self._requests.entered(f"{NAME}/Generate", context, request.request_id) as entry,
+            self._calls.entered(),
+            self._running.entered(request.request_id) as running,
+            named_as_theirs(request),
+        ):
+            entry.request_id, entry.tenant = new_id(), tenant_of(context)
+            call = Call(entry.request_id, entry.tenant, context)
+            entry.job = job = await self._prepare(request)
+            await self._answer(job, call, running, entry, stream=request.stream)
+            entry.is_aborted = running.is_aborted
 
     async def _prepare(self, request: pb.GenerateRequest) -> Job:
         DOOR.check(request)
@@ -85,9 +96,9 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         OWN_DOOR.check(own)
         return await self._intake.generate(own, self._engine.require())
 
-    async def _answer(self, job: Job, call: Call, running: RunningCall, *, stream: bool) -> None:
+    async def _answer(self, job: Job, call: Call, running: RunningCall, entry: Entry, *, stream: bool) -> None:
         replies = Replies(job, stream=stream)
-        answer = Answer(job, self._model.tokenizer, self._limits.unread_tokens)
+        entry.answer = answer = Answer(job, self._model.tokenizer, self._limits.unread_tokens)
         patience = Patience(call.context.write, self._limits.slow_reader_s)
         write = _Writer(call, patience, self._limits).write
 
@@ -163,6 +174,13 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         wait_s = request.timeout_s
         if not (math.isfinite(wait_s) and 0 <= wait_s <= MAX_FLUSH_WAIT_S):
             raise invalid("timeout_s", f"is {wait_s:g}; it must be in [0, {MAX_FLUSH_WAIT_S:g}]")
+        told: dict[str, object] = {}
+        with audit.told("FlushCache", context, told):
+            answer = await self._flush(wait_s)
+            told["result"] = answer.message
+            return answer
+
+    async def _flush(self, wait_s: float) -> common_pb2.FlushCacheResponse:
         deadline_s = time.monotonic() + wait_s
         while not (load := await self._admin.load()).is_idle:
             if time.monotonic() >= deadline_s:

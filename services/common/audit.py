@@ -1,0 +1,43 @@
+"""Who has asked for what beside requests: a line of the log for each call that an operator makes, refused ones too."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from services.common.errors import RequestError
+
+log = logging.getLogger(__name__)
+log.setLevel(logging.INFO)  # of its own: whoever makes a service quiet is told of all the same
+
+
+@contextmanager
+def told(method: str, context: Any, what: Mapping[str, object]) -> Iterator[None]:
+    """Around the call `method`, told as it ends; `what` are its further fields, read then."""
+
+    def tell(status: str, **more: object) -> None:
+        fields = {"method": method, "peer": context.peer(), **_identity(context), "status": status, **what, **more}
+        log.info("admin call", extra={"fields": fields})
+
+    try:
+        yield
+    except RequestError as error:
+        tell(error.code.name, reason=error.reason, error=error.message)
+        raise
+    except (asyncio.CancelledError, GeneratorExit):
+        tell("CANCELLED")
+        raise
+    except BaseException:
+        tell("INTERNAL")
+        raise
+    else:
+        tell("OK")
+
+
+def _identity(context: Any) -> dict[str, str]:
+    """Of a caller whose certificate was checked."""
+    names = context.peer_identities() or ()
+    return {"identity": ", ".join(name.decode(errors="replace") for name in names)} if names else {}
