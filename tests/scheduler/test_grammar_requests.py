@@ -1,4 +1,4 @@
-"""Requests with grammars beside the step loop: resumed ones are replayed off it, drains and epochs leave none unsaid."""
+"""Requests with grammars beside the step loop: resumed ones are replayed off it, drains and epochs tell each its end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from services.scheduler.grammar_state import GrammarState
 from tests.frontend.harness import text_checkpoint
 from tests.scheduler.test_grammars import PROMPT, WIDE, Grammar, choices, run, stopped, submit
 from tests.support.attached import Frontend, bench, finished, ids_column, scheduler_for, until
-
 
 FORCES = "[ab](cdefghij){5}[ab]{3}"
 """The first id is drawn, many follow without an alternative, then some are drawn again."""
