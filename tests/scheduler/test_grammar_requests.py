@@ -1,4 +1,4 @@
-"""Requests with grammars beside the step loop: resumed ones are replayed off it, drains and epochs tell each its end."""
+"""Requests with grammars beside the step loop: resumed ones are replayed off it, and each ends in words."""
 
 from __future__ import annotations
 
