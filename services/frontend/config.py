@@ -87,7 +87,19 @@ class FrontendConfig(ServiceConfig):
     )
     template_timeout_s: float = Field(5.0, gt=0, description="seconds that a chat template may take; then it is ended")
     tool_call_format: Literal[
-        "auto", "none", "hermes", "llama3_json", "pythonic", "mistral", "mistral_v11", "deepseek_v3", "deepseek_v31"
+        "auto",
+        "none",
+        "hermes",
+        "qwen3_coder",
+        "glm45",
+        "llama3_json",
+        "pythonic",
+        "mistral",
+        "mistral_v11",
+        "deepseek_v3",
+        "deepseek_v31",
+        "deepseek_v32",
+        "kimi_k2",
     ] = Field("auto", description="how the model writes tool calls; auto: what its chat template shows")
     reasoning_format: Literal["auto", "none", "think", "mistral"] = Field(
         "auto", description="how the model sets reasoning apart; auto: what its chat template shows"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import string
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from services.common.grammar import Grammar
 from services.frontend.reasoning.tags import ReasoningFormat
@@ -19,11 +20,15 @@ _ALPHABET = string.ascii_letters + string.digits
 
 @dataclass(frozen=True)
 class OutputFormats:
-    """What is looked for in an answer; None: not. `in_reasoning`: the prompt has opened the reasoning already."""
+    """What is looked for in an answer; None: not. `in_reasoning`: the prompt has opened the reasoning already.
+
+    `schemas` are the JSON Schemas of what may be called, by name: some formats leave it to them what is text.
+    """
 
     reasoning: ReasoningFormat | None = None
     tool_calls: ToolCallFormat | None = None
     in_reasoning: bool = False
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -51,7 +56,7 @@ class OutputReader:
     """Of one choice."""
 
     def __init__(self, formats: OutputFormats) -> None:
-        self._tape = Tape(formats.read)
+        self._tape = Tape(formats.read, formats.schemas)
         self.whole_calls = 0
 
     def push(self, text: str) -> Parts:

@@ -126,7 +126,9 @@ class ServedModel:
 
     def _formats(self, conversation: Conversation, prompt: str) -> OutputFormats | None:
         """What is looked for in the answer; None for nothing, and text is text."""
-        found = OutputFormats(self.reasoning, self.call_format(conversation.tool_use))
+        tool_use = conversation.tool_use
+        schemas = {tool.name: tool.schema for tool in tool_use.tools}
+        found = OutputFormats(self.reasoning, self.call_format(tool_use), schemas=schemas)
         if found.reasoning is None:
             return None if found.tool_calls is None else found
         if conversation.continues:

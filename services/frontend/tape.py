@@ -11,9 +11,10 @@ Since a reader sees one character at a time, how the text was cut on its way her
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from types import MappingProxyType
+from typing import Any, TypeAlias, TypeVar
 
 T = TypeVar("T")
 Reading: TypeAlias = Generator[None, str, T]
@@ -57,9 +58,12 @@ class Parts:
 
 
 class Tape:
-    """One choice's output on its way through a reader."""
+    """One choice's output on its way through a reader. `schemas` are the JSON Schemas of its tools' arguments."""
 
-    def __init__(self, read: Callable[[Tape], Reading[None]]) -> None:
+    def __init__(
+        self, read: Callable[[Tape], Reading[None]], schemas: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+    ) -> None:
+        self.schemas = schemas
         self._ahead: deque[str] = deque()
         self._held: list[str] = []
         self._text: list[str] = []

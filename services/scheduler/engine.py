@@ -97,7 +97,7 @@ class Engine:
             model.path,
             core=lambda: self.core,
             accepting=self._accepting_grammars,
-            deliver=self._deliver,
+            deliver=self._deliver_between_steps,
             changed=self._work.set,
         )
         self._serves_grammars = False
@@ -469,8 +469,7 @@ class Engine:
                 execute_s=answer.execute_s, sample_s=answer.sample_s, apply_s=apply_s, graph=answer.graph
             )
         if answer.plan.slots and not self._self_test.is_running:
-            prefilled = sum(count for count in answer.plan.token_counts if count > 1)
-            self._throughput.add(answer.step_s, prefilled, len(updates.token_ids))
+            self._throughput.add(answer.step_s, answer.plan.prefilled_tokens, len(updates.token_ids))
         if updates.token_ids:
             self._token_s = time.monotonic()
             self._self_test.token_made(self._token_s)
@@ -512,6 +511,12 @@ class Engine:
             if number != self_test.FRONTEND:
                 self._send(number, share)
         self._requests_changed()
+
+    def _deliver_between_steps(self, updates: Updates) -> None:
+        """What a grammar has made of a request: ids that are forced are output, though no step has drawn them."""
+        if updates.token_ids:
+            self._throughput.add(0.0, 0, len(updates.token_ids))
+        self._deliver(updates)
 
     def _send(self, number: int, share: outputs.Outputs) -> None:
         if not self._frontends.send(number, share):
@@ -560,8 +565,9 @@ class Engine:
         try:
             await self._empty.wait()
         except asyncio.CancelledError:
-            self._grammars.close()  # what is compiled now must not come to the core any more
             message = "the scheduler shut down before this request was done; submit it to another"
+            self._grammars.refuse_all(unavailable("DRAINING", message))  # those that the core does not know yet
+            self._grammars.close()
             self._deliver(self.core.fail_all(FailureKind.DRAINING, message))
             raise
 

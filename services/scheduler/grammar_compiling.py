@@ -1,5 +1,7 @@
 """Grammars on their way to the core: compiled in a thread, kept by digest, and their requests held until then.
 
+What a request has to be replayed by, ids that it was resumed with, is done in that thread too.
+
 The frontend has compiled each within its budget already; llguidance's own limits bound it here.
 """
 
@@ -10,7 +12,9 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import grpc
 from llguidance import LLMatcher
@@ -29,8 +33,21 @@ MAX_WAITING = 1024
 
 log = logging.getLogger(__name__)
 
-Proceed = Callable[[LLMatcher | RequestError], None]
-"""What is done with a request once its grammar is compiled, or cannot be."""
+T = TypeVar("T")
+
+Build = Callable[[LLMatcher], T]
+"""Makes what a request needs of its grammar's matcher, which it must leave as it is. May raise RequestError."""
+
+Proceed = Callable[[T | RequestError], None]
+"""What is done with a request once that is built, or cannot be."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Waiting:
+    """A request that waits: what works for it, and how it is refused."""
+
+    task: asyncio.Task[None]
+    refuse: Callable[[RequestError], None]
 
 
 class GrammarCompiling:
@@ -42,7 +59,7 @@ class GrammarCompiling:
         self._compiler: Compiler | None = None
         self._kept: OrderedDict[bytes, LLMatcher] = OrderedDict()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar-compiler")
-        self._waiting: dict[RequestKey, asyncio.Task[None]] = {}
+        self._waiting: dict[RequestKey, _Waiting] = {}
         self._pending: dict[bytes, asyncio.Future[LLMatcher]] = {}
 
     def start(self) -> None:
@@ -65,23 +82,36 @@ class GrammarCompiling:
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._waiting
 
-    def submit(self, key: RequestKey, grammar: Grammar, proceed: Proceed) -> None:
-        """Calls `proceed` with a matcher of its own, now where the grammar is known, else later."""
+    def submit(
+        self, key: RequestKey, grammar: Grammar, build: Build[T], proceed: Proceed[T], *, is_long: bool = False
+    ) -> None:
+        """Calls `proceed` with what is built of the grammar, now where it is known, else later.
+
+        A build that is long is done in the thread, and so never now.
+        """
         digest = grammar.digest
         if (known := self._kept.get(digest)) is not None:
             self._kept.move_to_end(digest)
-            proceed(known.deep_copy())
-            return
+            if not is_long:
+                proceed(_built(build, known))
+                return
         if len(self._waiting) >= MAX_WAITING:
             message = f"{len(self._waiting)} requests wait for their grammars to be compiled; try again later"
             proceed(RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", message))
             return
-        self._waiting[key] = asyncio.create_task(self._compile(key, grammar, digest, proceed))
+        task = asyncio.create_task(self._compile(key, grammar, build, proceed, is_long=is_long))
+        self._waiting[key] = _Waiting(task, proceed)
 
     def drop(self, key: RequestKey) -> None:
         """It has been aborted; an unknown one is ignored."""
-        if (task := self._waiting.pop(key, None)) is not None:
-            task.cancel()
+        if (waiting := self._waiting.pop(key, None)) is not None:
+            waiting.task.cancel()
+
+    def refuse_all(self, error: RequestError) -> None:
+        """Those that wait are told so, and wait no more."""
+        for key, waiting in list(self._waiting.items()):
+            self.drop(key)
+            waiting.refuse(error)
 
     def keys_of(self, frontend: int) -> list[RequestKey]:
         """Those of one frontend that wait."""
@@ -93,10 +123,17 @@ class GrammarCompiling:
             self.drop(key)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def _compile(self, key: RequestKey, grammar: Grammar, digest: bytes, proceed: Proceed) -> None:
-        result: LLMatcher | RequestError
+    async def _compile(
+        self, key: RequestKey, grammar: Grammar, build: Build[T], proceed: Proceed[T], *, is_long: bool
+    ) -> None:
+        result: T | RequestError
         try:
-            result = (await asyncio.shield(self._matcher(grammar, digest))).deep_copy()
+            if (matcher := self._kept.get(grammar.digest)) is None:
+                matcher = await asyncio.shield(self._matcher(grammar))
+            if is_long:
+                result = await asyncio.get_running_loop().run_in_executor(self._pool, _built, build, matcher)
+            else:
+                result = _built(build, matcher)
         except GrammarError as error:
             result = invalid(error.under("grammar"), error.description, "GRAMMAR")
         except asyncio.CancelledError:
@@ -110,8 +147,9 @@ class GrammarCompiling:
         if self._waiting.pop(key, None) is not None:
             proceed(result)
 
-    def _matcher(self, grammar: Grammar, digest: bytes) -> asyncio.Future[LLMatcher]:
+    def _matcher(self, grammar: Grammar) -> asyncio.Future[LLMatcher]:
         """One compilation for all that ask for the same."""
+        digest = grammar.digest
         if (pending := self._pending.get(digest)) is not None:
             return pending
         compiler = self._compiler
@@ -136,3 +174,11 @@ class GrammarCompiling:
         except StartError as error:
             log.warning("grammars are not served: %s", error)
             return None
+
+
+def _built(build: Build[T], matcher: LLMatcher) -> T | RequestError:
+    """In the thread, or on the event loop."""
+    try:
+        return build(matcher)
+    except RequestError as error:
+        return error

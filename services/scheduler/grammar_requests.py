@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from llguidance import LLMatcher
@@ -20,6 +21,16 @@ from services.scheduler.masking import Masking, Said
 
 Deliver = Callable[[Updates], None]
 Submitted = Callable[[Failure | RequestError | None], None]
+
+
+@dataclass(frozen=True, eq=False)
+class _Ready:
+    """A choice that can go to the core: its state, past the `num_known` ids that it has, and what that says of them."""
+
+    key: RequestKey
+    state: GrammarState
+    num_known: int
+    said: Said | None
 
 
 class GrammarRequests:
@@ -62,24 +73,29 @@ class GrammarRequests:
     def submit(self, submission: Submission, grammar: Grammar, vocab_size: int, submitted: Submitted) -> None:
         """Gives a request to the core once its grammar is compiled, and says then what came of that."""
 
-        def proceed(compiled: LLMatcher | RequestError) -> None:
-            if isinstance(compiled, RequestError):
-                submitted(compiled)
+        def proceed(ready: list[_Ready] | RequestError) -> None:
+            if isinstance(ready, RequestError):  # no grammar, or resumed ids that do not fit it
+                submitted(ready)
                 return
             try:
-                states = _states(submission, grammar, compiled, vocab_size)
                 failure = self._accepting().submit(submission, now_ns())
-            except RequestError as error:  # resumed ids that do not fit, or an engine that takes nothing any more
+            except RequestError as error:  # an engine that takes nothing any more
                 submitted(error)
                 return
             if failure is None:
-                for key, (_, output), state in zip(submission.choice_keys(), submission.choices, states, strict=True):
-                    self.masking.admit(key, state, is_stepwise=grammar.forced_tokens, num_known=len(output))
-                    if output and grammar.forced_tokens:
-                        self._go_on(key, state)
+                for one in ready:
+                    self.masking.admit(one.key, one.state, is_stepwise=grammar.forced_tokens, num_known=one.num_known)
+                    if one.said is not None:
+                        self.masking.tell(one.said)
             submitted(failure)
 
-        self._compiling.submit(submission.choice_keys()[0], grammar, proceed)  # the first that an abort names
+        self._compiling.submit(
+            submission.choice_keys()[0],  # the first that an abort names
+            grammar,
+            lambda matcher: _ready(submission, grammar, matcher, vocab_size),
+            proceed,
+            is_long=any(output for _, output in submission.choices),
+        )
 
     def forget(self, key: RequestKey) -> None:
         """It was aborted, whether the core knew it or not."""
@@ -99,6 +115,10 @@ class GrammarRequests:
             updates.failed += core.fail(key, FailureKind.EXECUTOR_LOST, message).failed
         return updates
 
+    def refuse_all(self, error: RequestError) -> None:
+        """Of requests that the core does not know yet."""
+        self._compiling.refuse_all(error)
+
     def planned(self, plan: StepPlan, run: ExecutorRun) -> None:
         """See Masking."""
         if plan.masked:
@@ -108,14 +128,6 @@ class GrammarRequests:
         """Ends all work on grammars."""
         self._compiling.close()
         self.masking.close()
-
-    def _go_on(self, key: RequestKey, state: GrammarState) -> None:
-        """Of a choice that is resumed: what follows its last id without being drawn, as had it just been drawn."""
-        try:
-            said = Said(key, state.force(), state.ended)
-        except GrammarFailedError as error:
-            said = Said(key, failure=(FailureKind.GRAMMAR_FAILED, f"the request's grammar cannot go on: {error}"))
-        self.masking.tell(said)
 
     def _settle(self, said: Said) -> int:
         """Forced ids that the core took."""
@@ -132,15 +144,27 @@ class GrammarRequests:
         return taken
 
 
-def _states(submission: Submission, grammar: Grammar, matcher: LLMatcher, vocab_size: int) -> list[GrammarState]:
-    """One a choice that is to run, past the ids it has. Raises RequestError where the grammar does not allow these."""
+def _ready(submission: Submission, grammar: Grammar, matcher: LLMatcher, vocab_size: int) -> list[_Ready]:
+    """One a choice that is to run, past the ids it has. Raises RequestError where the grammar does not allow these.
+
+    Long where there are many of them, and then in a thread: it touches nothing but its own copies of the matcher.
+    """
     bans = Bans.of(submission.sampling, sorted(submission.stop_ids), submission.min_tokens, vocab_size)
-    states = []
-    for choice, output in submission.choices:
+    made = []
+    for key, (choice, output) in zip(submission.choice_keys(), submission.choices, strict=True):
         state = GrammarState(matcher.deep_copy(), vocab_size, bans, forces=grammar.forced_tokens)
         try:
             state.take(output)
         except GrammarFailedError as error:
             raise invalid("resumed", f"choice {choice} has ids that its grammar does not allow: {error}") from None
-        states.append(state)
-    return states
+        said = _what_follows(key, state) if output and grammar.forced_tokens else None
+        made.append(_Ready(key, state, len(output), said))
+    return made
+
+
+def _what_follows(key: RequestKey, state: GrammarState) -> Said:
+    """The last id of a choice that is resumed, without being drawn: as had that id just been drawn."""
+    try:
+        return Said(key, state.force(), state.ended)
+    except GrammarFailedError as error:
+        return Said(key, failure=(FailureKind.GRAMMAR_FAILED, f"the request's grammar cannot go on: {error}"))

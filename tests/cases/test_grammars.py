@@ -13,8 +13,8 @@ import grpc
 import pytest
 from triptych.inference.v1 import generation_pb2, inference_pb2
 
-from tests.frontend.harness import Served, fields_at_fault, reason, scripted, serving, text_checkpoint, user
-from tests.support.calls import by_ids, generate
+from tests.frontend.harness import Served, fields_at_fault, reason, scripted, serving, text_checkpoint
+from tests.support.calls import EVERY_CALL, STREAM_AND_UNARY, ask, by_ids, generate, place
 from tests.support.checkpoints import EOS_ID
 
 Grammar = generation_pb2.Grammar
@@ -73,19 +73,13 @@ async def refused(call: Any) -> grpc.aio.AioRpcError:
     return caught.value
 
 
-async def test_X1_what_does_not_compile_is_refused_by_name_on_every_call(served: Served) -> None:
+@EVERY_CALL
+async def test_X1_what_does_not_compile_is_refused_by_name_on_every_call(served: Served, rpc: str) -> None:
     for what, (grammar, field) in BAD.items():
-        path = f"options.grammar.{field}".rstrip(".")
-        request = by_ids([10], Options(grammar=grammar))
-        chat = inference_pb2.ChatRequest(messages=[user("hi")], options=Options(grammar=grammar))
-        for call, where in (
-            (generate(served.channel, request), path),
-            (served.stub.GenerateUnary(inference_pb2.GenerateUnaryRequest(request=request)), f"request.{path}"),
-            (served.stub.ChatUnary(inference_pb2.ChatUnaryRequest(request=chat)), f"request.{path}"),
-        ):
-            error = await refused(call)
-            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, what
-            assert fields_at_fault(error) == [where] and len(error.details() or "") > len(where) + 10, what
+        where = place(rpc, f"options.grammar.{field}".rstrip("."))
+        error = await refused(ask(served.channel, rpc, Options(grammar=grammar)))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, what
+        assert fields_at_fault(error) == [where] and len(error.details() or "") > len(where) + 10, what
     assert served.engine.submits == []
 
 
@@ -111,7 +105,10 @@ async def test_X1_a_grammar_over_its_budget_touches_nobody_else(model: Path) -> 
         await generate(served.channel, by_ids([10], Options(grammar=fresh)))
 
 
-async def test_X1_what_compiles_reaches_the_engine_as_it_was_and_again_without_the_worker(served: Served) -> None:
+@EVERY_CALL
+async def test_X1_what_compiles_reaches_the_engine_as_it_was_and_again_without_the_worker(
+    served: Served, rpc: str
+) -> None:
     person = json.dumps({"type": "object", "properties": {"next": {"$ref": "#"}}, "additionalProperties": False})
     grammars = [
         Grammar(json_schema=person, forced_tokens=True),  # a schema may hold itself
@@ -121,7 +118,7 @@ async def test_X1_what_compiles_reaches_the_engine_as_it_was_and_again_without_t
         Grammar(structural_tags=Tags(tags=[Tag(begin="<a>", json_schema="{}", end="</a>")], required=True)),
     ]
     for grammar in [*grammars, *grammars]:
-        await generate(served.channel, by_ids([10], Options(grammar=grammar)))
+        await ask(served.channel, rpc, Options(grammar=grammar))
     assert [submit.grammar for submit in served.engine.submits] == [*grammars, *grammars]
     described = await served.stub.GetModel(inference_pb2.GetModelRequest())
     assert list(described.model.features) == ["grammar"] and described.model.limits["max_grammar_bytes"] == 65536
@@ -140,11 +137,12 @@ CONTRADICTIONS: dict[str, tuple[inference_pb2.Options, str]] = {
 }  # fmt: skip
 
 
+@STREAM_AND_UNARY
 @pytest.mark.parametrize("what", CONTRADICTIONS)
-async def test_options_that_contradict_a_grammar_are_refused(served: Served, what: str) -> None:
+async def test_options_that_contradict_a_grammar_are_refused(served: Served, what: str, rpc: str) -> None:
     options, field = CONTRADICTIONS[what]
-    error = await refused(generate(served.channel, by_ids([10], options)))
-    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT and fields_at_fault(error) == [field]
+    error = await refused(ask(served.channel, rpc, options))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT and fields_at_fault(error) == [place(rpc, field)]
     assert served.engine.submits == []
 
 

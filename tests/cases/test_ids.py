@@ -24,7 +24,7 @@ from services.executor.sampling_params import SamplingParams
 from services.frontend import served_model
 from services.scheduler import door
 from tests.frontend.harness import VOCAB_SIZE, Served, fields_at_fault, scripted, serving, text_checkpoint
-from tests.support.calls import by_ids, by_text, generate, greedy
+from tests.support.calls import EVERY_CALL, STREAM_AND_UNARY, ask, by_ids, by_text, generate, greedy, place
 from tests.support.checkpoints import tiny_llama
 
 PADDED = VOCAB_SIZE + 64
@@ -44,9 +44,10 @@ async def served(model: Path) -> AsyncIterator[Served]:
         yield served
 
 
+@STREAM_AND_UNARY
 @pytest.mark.parametrize("token_id", OUTSIDE)
 async def test_S1_an_id_outside_the_tokenizer_is_refused_at_the_door_in_every_field(
-    served: Served, token_id: int
+    served: Served, token_id: int, rpc: str
 ) -> None:
     asked = [
         (by_ids([10, token_id], greedy()), "token_ids.ids[1]"),
@@ -65,15 +66,11 @@ async def test_S1_an_id_outside_the_tokenizer_is_refused_at_the_door_in_every_fi
     ]
     neighbour = generate(served.channel, by_ids([10], greedy(max_tokens=5)))
     for request, field in asked:
-        for call in (
-            generate(served.channel, request),
-            served.stub.GenerateUnary(inference_pb2.GenerateUnaryRequest(request=request)),
-        ):
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await call
-            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            (named,) = fields_at_fault(caught.value)
-            assert named.removeprefix("request.") == field and str(VOCAB_SIZE) in (caught.value.details() or "")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generate(served.channel, request, rpc=rpc)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert fields_at_fault(caught.value) == [place(rpc, field)]
+        assert str(VOCAB_SIZE) in (caught.value.details() or "")
     assert (await neighbour).ids == [50] * 5
     assert len(served.engine.submits) == 1
     last = VOCAB_SIZE - 1
@@ -81,20 +78,22 @@ async def test_S1_an_id_outside_the_tokenizer_is_refused_at_the_door_in_every_fi
     options.sampling.logit_bias[last] = -1
     options.sampling.allowed_token_ids.extend([last, 3])
     options.sampling.banned_token_ids.append(3)
-    assert (await generate(served.channel, by_ids([last], options))).ids == [50]
+    assert (await generate(served.channel, by_ids([last], options), rpc=rpc)).ids == [50]
     assert (await served.stub.GetModel(inference_pb2.GetModelRequest())).model.vocab_size == VOCAB_SIZE
 
 
-async def test_S1_text_that_a_tokenizer_larger_than_its_model_makes_ids_of_is_refused(model: Path) -> None:
+@STREAM_AND_UNARY
+async def test_S1_text_that_a_tokenizer_larger_than_its_model_makes_ids_of_is_refused(model: Path, rpc: str) -> None:
     async with serving(model, scripted([50], vocab_size=400)) as served:
         text = served.decode([450])
         assert served.ids(text) == [450]
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await generate(served.channel, by_text(f"1{text}", greedy()))
+            await generate(served.channel, by_text(f"1{text}", greedy()), rpc=rpc)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT and "400" in (caught.value.details() or "")
-        assert fields_at_fault(caught.value) == ["text[1]"] and served.engine.submits == []
+        assert fields_at_fault(caught.value) == [place(rpc, "text[1]")] and served.engine.submits == []
 
 
+@EVERY_CALL
 @pytest.mark.parametrize(
     ("sampling", "field", "says"),
     [
@@ -106,13 +105,13 @@ async def test_S1_text_that_a_tokenizer_larger_than_its_model_makes_ids_of_is_re
     ],
 )
 async def test_S1_lists_that_repeat_an_id_or_leave_none_are_refused_at_the_door(
-    served: Served, sampling: Sampling, field: str, says: str
+    served: Served, sampling: Sampling, field: str, says: str, rpc: str
 ) -> None:
     options = inference_pb2.Options(sampling=sampling, min_tokens=1, stop_token_ids=[9])
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await generate(served.channel, by_ids([10], options))
+        await ask(served.channel, rpc, options)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT and says in (caught.value.details() or "")
-    assert fields_at_fault(caught.value) == [f"options.sampling.{field}"] and served.engine.submits == []
+    assert fields_at_fault(caught.value) == [place(rpc, f"options.sampling.{field}")] and served.engine.submits == []
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,18 @@ from google.protobuf import json_format
 from triptych.inference.v1 import inference_pb2
 
 from tests.frontend.harness import Served, fields_at_fault, reason, scripted, serving, text_checkpoint, user
-from tests.support.calls import Answer, by_ids, by_text, chat, generate, greedy
+from tests.support.calls import (
+    EVERY_CALL,
+    STREAM_AND_UNARY,
+    Answer,
+    by_ids,
+    by_text,
+    call,
+    generate,
+    greedy,
+    is_unary,
+    place,
+)
 
 CONTEXT = 32
 
@@ -31,20 +42,22 @@ async def served(model: Path) -> AsyncIterator[Served]:
         yield served
 
 
-async def failure(call: Any) -> grpc.aio.AioRpcError:
+async def failure(running: Any) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
+        await running
     return caught.value
 
 
-async def test_S6_max_tokens_zero_is_answered_without_the_engine(served: Served) -> None:
-    answer = await generate(served.channel, by_ids([10, 11], greedy(max_tokens=0, logprobs=0)))
+@STREAM_AND_UNARY
+async def test_S6_max_tokens_zero_is_answered_without_the_engine(served: Served, rpc: str) -> None:
+    answer = await generate(served.channel, by_ids([10, 11], greedy(max_tokens=0, logprobs=0)), rpc=rpc)
     assert answer.reason == "LENGTH" and answer.ids == [] and answer.text == ""
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (2, 0)
-    assert len(answer.messages) == 3 and answer.messages[0].HasField("prompt")
-    assert answer.messages[1].choices[0].cumulative_logprob == 0
+    assert answer.messages[0].HasField("prompt") and len(answer.messages) == (1 if is_unary(rpc) else 3)
+    (choice,) = [choice for message in answer.messages for choice in message.choices]
+    assert choice.cumulative_logprob == 0
     assert served.engine.submits == []
-    assert (await generate(served.channel, by_ids([10], greedy(max_tokens=1)))).ids == [50]
+    assert (await generate(served.channel, by_ids([10], greedy(max_tokens=1)), rpc=rpc)).ids == [50]
 
 
 def test_S6_a_negative_max_tokens_cannot_be_said() -> None:
@@ -54,120 +67,113 @@ def test_S6_a_negative_max_tokens_cannot_be_said() -> None:
         json_format.Parse('{"max_tokens": -1}', inference_pb2.Options())
 
 
-async def test_S6_an_empty_prompt_is_refused_and_the_server_serves_on(served: Served) -> None:
+@STREAM_AND_UNARY
+async def test_S6_an_empty_prompt_is_refused_and_the_server_serves_on(served: Served, rpc: str) -> None:
     empty = [
         (by_text("", greedy()), "text"),
         (by_ids([], greedy()), "token_ids"),
         (inference_pb2.GenerateRequest(options=greedy()), "prompt"),
     ]
     for request, field in empty:
-        error = await failure(generate(served.channel, request))
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT and fields_at_fault(error) == [field]
-    assert len((await generate(served.channel, by_text(" ", greedy(max_tokens=2)))).ids) == 2
-    assert len((await generate(served.channel, by_ids([1], greedy(max_tokens=2)))).ids) == 2  # BOS alone
+        error = await failure(generate(served.channel, request, rpc=rpc))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT and fields_at_fault(error) == [place(rpc, field)]
+    for request in (by_text(" ", greedy(max_tokens=2)), by_ids([1], greedy(max_tokens=2))):  # the latter BOS alone
+        assert len((await generate(served.channel, request, rpc=rpc)).ids) == 2
 
 
+@STREAM_AND_UNARY
 @pytest.mark.parametrize("max_tokens", [0, 1, None])
 @pytest.mark.parametrize("prompt_tokens", [CONTEXT - 1, CONTEXT, CONTEXT + 1])
 async def test_S7_prompt_and_max_tokens_fit_the_context_by_one_rule(
-    served: Served, prompt_tokens: int, max_tokens: int | None
+    served: Served, prompt_tokens: int, max_tokens: int | None, rpc: str
 ) -> None:
     options = greedy() if max_tokens is None else greedy(max_tokens=max_tokens)
-    call = generate(served.channel, by_ids([10] * prompt_tokens, options))
+    running = generate(served.channel, by_ids([10] * prompt_tokens, options), rpc=rpc)
     if prompt_tokens + (max_tokens or 0) <= CONTEXT:
-        answer = await call
+        answer = await running
         expected = CONTEXT - prompt_tokens if max_tokens is None else max_tokens
         assert answer.reason == "LENGTH" and len(answer.ids) == expected
         assert answer.prompt.max_tokens == expected
     else:
-        error = await failure(call)
+        error = await failure(running)
         text = error.details() or ""
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert f"holds {CONTEXT}" in text and f"{prompt_tokens} tokens" in text
         wanted = "unset" if max_tokens is None else str(max_tokens)
         assert f"max_tokens {wanted}" in text or f"max_tokens: is {wanted}" in text
         too_long = prompt_tokens > CONTEXT
-        assert fields_at_fault(error) == ["token_ids" if too_long else "options.max_tokens"]
+        assert fields_at_fault(error) == [place(rpc, "token_ids" if too_long else "options.max_tokens")]
         assert reason(error) == ("PROMPT_TOO_LONG" if too_long else "CONTEXT_EXCEEDED")
     assert (await generate(served.channel, by_ids([10], greedy(max_tokens=1)))).ids == [50]
 
 
-async def ask(served: Served, kind: str, count: int, options: inference_pb2.Options) -> Answer:
-    """A prompt of `count` tokens by text or chat, streamed or not; each digit is one token."""
-    if kind.startswith("text"):
-        request = by_text("1" * count, options)
-        if kind == "text":
-            return await generate(served.channel, request)
-        wrapped = inference_pb2.GenerateUnaryRequest(request=request)
-        return Answer([(await served.stub.GenerateUnary(wrapped)).response])
+async def sized(served: Served, rpc: str, count: int, options: inference_pb2.Options) -> Answer:
+    """A call whose prompt, text or a chat, comes to `count` tokens; each digit is one."""
+    if not rpc.startswith("Chat"):
+        return await call(served.channel, rpc, by_text("1" * count, options))
     empty = await served.stub.Tokenize(
         inference_pb2.TokenizeRequest(chat=inference_pb2.ChatRequest(messages=[user("")]))
     )
     digits = count - len(empty.token_ids)
-    asked = inference_pb2.ChatRequest(messages=[user("1" * digits)], options=options)
-    if kind == "chat":
-        return await chat(served.channel, asked)
-    return Answer([(await served.stub.ChatUnary(inference_pb2.ChatUnaryRequest(request=asked))).response])
+    return await call(served.channel, rpc, inference_pb2.ChatRequest(messages=[user("1" * digits)], options=options))
 
 
-KINDS = {
-    "text": ("text", "options"),
-    "text unary": ("request.text", "request.options"),
-    "chat": ("messages", "options"),
-    "chat unary": ("request.messages", "request.options"),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-async def test_S7_the_rule_is_the_same_for_text_and_chat_streamed_or_not(served: Served, kind: str) -> None:
-    prompt_field, options_field = KINDS[kind]
+@EVERY_CALL
+async def test_S7_the_rule_is_the_same_for_text_and_chat_streamed_or_not(served: Served, rpc: str) -> None:
+    prompt_field = "messages" if rpc.startswith("Chat") else "text"
     for count in (CONTEXT - 1, CONTEXT, CONTEXT + 1):
         for max_tokens in (0, 1, None):
             options = greedy() if max_tokens is None else greedy(max_tokens=max_tokens)
             if count + (max_tokens or 0) <= CONTEXT:
-                answer = await ask(served, kind, count, options)
+                answer = await sized(served, rpc, count, options)
                 expected = CONTEXT - count if max_tokens is None else max_tokens
                 assert answer.reason == "LENGTH" and len(answer.ids) == expected
                 assert answer.messages[-1].usage.prompt_tokens == count
                 continue
-            error = await failure(ask(served, kind, count, options))
+            error = await failure(sized(served, rpc, count, options))
             assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
             too_long = count > CONTEXT
-            assert fields_at_fault(error) == [prompt_field if too_long else f"{options_field}.max_tokens"]
+            assert fields_at_fault(error) == [place(rpc, prompt_field if too_long else "options.max_tokens")]
             assert f"{count} tokens" in (error.details() or "") and f"holds {CONTEXT}" in (error.details() or "")
     assert (await generate(served.channel, by_ids([10], greedy(max_tokens=1)))).ids == [50]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-async def test_S6_max_tokens_zero_and_one_in_every_call(served: Served, kind: str) -> None:
+@EVERY_CALL
+async def test_S6_max_tokens_zero_and_one_in_every_call(served: Served, rpc: str) -> None:
     for max_tokens in (0, 1):
-        answer = await ask(served, kind, CONTEXT - 4, greedy(max_tokens=max_tokens))
+        answer = await sized(served, rpc, CONTEXT - 4, greedy(max_tokens=max_tokens))
         assert answer.ids == [50] * max_tokens and answer.reason == "LENGTH"
         assert answer.messages[-1].usage.completion_tokens == max_tokens
 
 
-async def test_S6_prompts_that_are_empty_blank_or_bos_alone_in_every_call(served: Served) -> None:
-    unary, chat_unary = inference_pb2.GenerateUnaryRequest, inference_pb2.ChatUnaryRequest
-    chat_request, tokenize = inference_pb2.ChatRequest, inference_pb2.TokenizeRequest
+@EVERY_CALL
+async def test_S6_prompts_that_are_empty_blank_or_bos_alone_in_every_call(served: Served, rpc: str) -> None:
     options = greedy(max_tokens=2)
-    refused = [
-        (served.stub.GenerateUnary(unary(request=by_text("", options))), "request.text"),
-        (served.stub.GenerateUnary(unary(request=by_ids([], options))), "request.token_ids"),
-        (served.stub.GenerateUnary(unary()), "request.prompt"),
-        (chat(served.channel, chat_request(options=options)), "messages"),
-        (served.stub.ChatUnary(chat_unary()), "request.messages"),
-        (served.stub.Tokenize(tokenize(chat=chat_request())), "chat.messages"),
-        (served.stub.Tokenize(tokenize()), "input"),
+    chats = rpc.startswith("Chat")
+    refused: list[tuple[Any, str]] = [
+        (by_text("", options), "text"),
+        (by_ids([], options), "token_ids"),
+        (inference_pb2.GenerateRequest(), "prompt"),
     ]
-    for call, field in refused:
-        error = await failure(call)
+    if chats:
+        refused = [(inference_pb2.ChatRequest(options=options), "messages"), (inference_pb2.ChatRequest(), "messages")]
+    for request, field in refused:
+        error = await failure(call(served.channel, rpc, request))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT and fields_at_fault(error) == [place(rpc, field)]
+    served_all: list[Any] = [by_text(" ", options), by_ids([1], options), by_text("<|im_start|>", options)]
+    if chats:  # a turn without text is a turn all the same
+        served_all = [inference_pb2.ChatRequest(messages=[user(text)], options=options) for text in ("", " ")]
+    for request in served_all:
+        answer = await call(served.channel, rpc, request)
+        assert answer.ids == [50, 50] and (chats or answer.usage.prompt_tokens == 1)
+
+
+async def test_an_empty_text_is_no_tokens_and_nothing_to_tokenize_is_refused(served: Served) -> None:
+    tokenize = inference_pb2.TokenizeRequest
+    for request, field in ((tokenize(chat=inference_pb2.ChatRequest()), "chat.messages"), (tokenize(), "input")):
+        error = await failure(served.stub.Tokenize(request))
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT and fields_at_fault(error) == [field]
     assert not (await served.stub.Tokenize(tokenize(text=""))).token_ids
-    for text in ("", " "):  # a turn without text is a turn all the same
-        assert (await chat(served.channel, chat_request(messages=[user(text)], options=options))).ids == [50, 50]
-    for request in (by_text(" ", options), by_ids([1], options), by_text("<|im_start|>", options)):
-        answer = (await served.stub.GenerateUnary(unary(request=request))).response
-        assert list(answer.choices[0].token_ids) == [50, 50] and answer.usage.prompt_tokens == 1
 
 
 EOS = [2, 7, 9]
@@ -180,10 +186,11 @@ def several_eos(tmp_path: Path) -> Path:
     return path
 
 
+@STREAM_AND_UNARY
 @pytest.mark.parametrize("eos", EOS)
-async def test_X4_every_eos_id_stops(several_eos: Path, eos: int) -> None:
+async def test_X4_every_eos_id_stops(several_eos: Path, eos: int, rpc: str) -> None:
     async with serving(several_eos, scripted([50, eos, 60, 61])) as served:
-        answer = await generate(served.channel, by_ids([10], greedy(max_tokens=4)))
+        answer = await generate(served.channel, by_ids([10], greedy(max_tokens=4)), rpc=rpc)
         assert answer.ids == [50, eos] and answer.finishes[0].eos_token_id == eos
         assert answer.usage.completion_tokens == 2
         described = await served.stub.GetModel(inference_pb2.GetModelRequest())

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 HERMES_CARD = "https://huggingface.co/NousResearch/Hermes-2-Pro-Llama-3-8B#prompt-format-for-function-calling"
 QWEN = "https://qwen.readthedocs.io/en/latest/framework/function_call.html"
@@ -18,6 +20,11 @@ MISTRAL_V11 = "https://huggingface.co/mistralai/Mistral-Small-3.2-24B-Instruct-2
 DEEPSEEK_V3 = "https://huggingface.co/deepseek-ai/DeepSeek-V3-0324/blob/main/tokenizer_config.json"
 DEEPSEEK_V31 = "https://huggingface.co/deepseek-ai/DeepSeek-V3.1#toolcall"
 DEEPSEEK_R1 = "https://huggingface.co/deepseek-ai/DeepSeek-R1#usage-recommendations"
+DEEPSEEK_V32 = "https://huggingface.co/deepseek-ai/DeepSeek-V3.2/blob/main/encoding/encoding_dsv32.py"
+QWEN3_CODER = "https://huggingface.co/Qwen/Qwen3-Coder-480B-A35B-Instruct/blob/main/chat_template.jinja"
+QWEN3_CODER_IN_VLLM = "https://github.com/vllm-project/vllm/blob/main/tests/tool_parsers/test_qwen3coder_tool_parser.py"
+GLM = "https://huggingface.co/zai-org/GLM-4.6/blob/main/chat_template.jinja"
+KIMI = "https://huggingface.co/moonshotai/Kimi-K2-Instruct/blob/main/docs/tool_call_guidance.md"
 MAGISTRAL = "https://huggingface.co/mistralai/Magistral-Small-2507"
 
 
@@ -34,10 +41,23 @@ class Sample:
     text: str = ""
     reasoning: str = ""
     calls: tuple[tuple[str, str], ...] = ()
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 _B, _E = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_D = "｜DSML｜"
+_SECTION, _SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+_KB, _KA, _KE = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 _CB, _CE, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties}
+
+
+_TEXT, _INTEGER = {"type": "string"}, {"type": "integer"}
+_WEATHER = {"get_current_weather": _object(city=_TEXT, state=_TEXT, unit={"type": "string", "enum": ["fahrenheit"]})}
+_AREA = {"calculate_area": _object(shape=_TEXT, dimensions={"type": "object"}, precision=_INTEGER)}
 
 SAMPLES = (
     Sample(
@@ -263,5 +283,121 @@ SAMPLES = (
         f"{_B}{_CB}function{_SEP}f\n```json\nnothing",
         "deepseek_v3",
         text=f"{_B}{_CB}function{_SEP}f\n```json\nnothing",
+    ),
+    Sample(
+        "qwen3-coder-two",
+        QWEN3_CODER_IN_VLLM,
+        "Sure!<tool_call>\n<function=get_current_weather>\n<parameter=city>\nDallas\n</parameter>\n<parameter=state>\nTX\n</parameter>\n<parameter=unit>\nfahrenheit\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=get_current_weather>\n<parameter=city>\nOrlando\n</parameter>\n</function>\n</tool_call>",
+        "qwen3_coder",
+        text="Sure!",
+        calls=(
+            ("get_current_weather", '{"city": "Dallas", "state": "TX", "unit": "fahrenheit"}'),
+            ("get_current_weather", '{"city": "Orlando"}'),
+        ),
+        schemas=_WEATHER,
+    ),
+    Sample(
+        "qwen3-coder-types",
+        QWEN3_CODER_IN_VLLM,
+        '<tool_call>\n<function=calculate_area>\n<parameter=shape>\n5\n</parameter>\n<parameter=dimensions>\n{"width": 10, \n "height": 20}\n</parameter>\n<parameter=precision>\n2\n</parameter>\n</function>\n</tool_call>',
+        "qwen3_coder",
+        calls=(("calculate_area", '{"shape": "5", "dimensions": {"width": 10, \n "height": 20}, "precision": 2}'),),
+        schemas=_AREA,
+    ),
+    Sample(
+        "qwen3-coder-several-lines",
+        QWEN3_CODER,
+        '<tool_call>\n<function=write>\n<parameter=body>\n\n  if a < "b":\n    <tool_call> </para\n\n</parameter>\n<parameter=sure>\nTrue\n</parameter>\n</function>\n</tool_call>',
+        "qwen3_coder",
+        calls=(("write", '{"body": "\\n  if a < \\"b\\":\\n    <tool_call> </para\\n", "sure": true}'),),
+        schemas={"write": _object(body=_TEXT, sure={"type": "boolean"})},
+    ),
+    Sample(
+        "qwen3-coder-without-outer-tag-or-schema",
+        QWEN3_CODER_IN_VLLM,
+        "I look.\n<function=f>\n<parameter=n>42</parameter>\n<parameter=s>\ntext\n</parameter>\n</function>\n<function=g>\n</function>",
+        "qwen3_coder",
+        text="I look.\n",
+        calls=(("f", '{"n": 42, "s": "text"}'), ("g", "{}")),
+    ),
+    Sample(
+        "qwen3-coder-broken",
+        QWEN3_CODER,
+        'See <tool_call> and <function=f> text, <tool_call>\n{"name": "f"}.',
+        "qwen3_coder",
+        text='See <tool_call> and <function=f> text, <tool_call>\n{"name": "f"}.',
+    ),
+    Sample(
+        "glm-thinks-and-calls-two",
+        GLM,
+        '<think>Which?</think>\nI look.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>北京 "a"</arg_value>\n<arg_key>days</arg_key>\n<arg_value>[1, 2]</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>',
+        "glm45",
+        "think",
+        reasoning="Which?",
+        text="I look.\n",
+        calls=(("get_weather", '{"city": "北京 \\"a\\"", "days": [1, 2]}'), ("now", "{}")),
+        schemas={"get_weather": _object(city=_TEXT, days={"type": "array"})},
+    ),
+    Sample(
+        "glm-on-one-line",
+        GLM,
+        "<tool_call>f<arg_key>zip</arg_key><arg_value>01234</arg_value><arg_key>note</arg_key><arg_value>null</arg_value><arg_key>more</arg_key><arg_value>null</arg_value></tool_call>",
+        "glm45",
+        calls=(("f", '{"zip": "01234", "note": "null", "more": null}'),),
+        schemas={"f": _object(zip=_INTEGER, note=_TEXT, more={"anyOf": [_TEXT, {"type": "null"}]})},
+    ),
+    Sample(
+        "glm-broken",
+        GLM,
+        "The tag <tool_call> opens, <tool_call>a b</tool_call> is none, <tool_call>f<arg_key>k</arg_key>v",
+        "glm45",
+        text="The tag <tool_call> opens, <tool_call>a b</tool_call> is none, <tool_call>f<arg_key>k</arg_key>v",
+    ),
+    Sample(
+        "deepseek-v32-two",
+        DEEPSEEK_V32,
+        f'Let me check.\n\n<{_D}function_calls>\n<{_D}invoke name="get_weather">\n<{_D}parameter name="location" string="true">Hang "zhou"\n</{_D}parameter>\n<{_D}parameter name="days" string="false">[1, {{"a": 2}}]</{_D}parameter>\n</{_D}invoke>\n<{_D}invoke name="now">\n</{_D}invoke>\n</{_D}function_calls>',
+        "deepseek_v32",
+        text="Let me check.\n\n",
+        calls=(("get_weather", '{"location": "Hang \\"zhou\\"\\n", "days": [1, {"a": 2}]}'), ("now", "{}")),
+    ),
+    Sample(
+        "deepseek-v4-thinks-and-calls",
+        DEEPSEEK_V32,
+        f'I need it.\n</think>\n\n<{_D}tool_calls>\n<{_D}invoke name="f">\n<{_D}parameter name="n" string="false">3</{_D}parameter>\n</{_D}invoke>\n</{_D}tool_calls>',
+        "deepseek_v32",
+        "think",
+        in_reasoning=True,
+        reasoning="I need it.",
+        calls=(("f", '{"n": 3}'),),
+    ),
+    Sample(
+        "deepseek-v32-broken",
+        DEEPSEEK_V32,
+        f'<{_D}function_calls>\n</{_D}function_calls> <{_D}function_calls><{_D}invoke name="f"> <{_D}parameter name="n" string="maybe">',
+        "deepseek_v32",
+        text=f'<{_D}function_calls>\n</{_D}function_calls> <{_D}function_calls><{_D}invoke name="f"> <{_D}parameter name="n" string="maybe">',
+    ),
+    Sample(
+        "kimi-two",
+        KIMI,
+        f'I look.{_SECTION}{_KB}functions.get_weather:0{_KA}{{"city": "Beijing"}}{_KE}\n{_KB}now:1{_KA}{{}}{_KE}{_SECTION_END}',
+        "kimi_k2",
+        text="I look.",
+        calls=(("get_weather", '{"city": "Beijing"}'), ("now", "{}")),
+    ),
+    Sample(
+        "kimi-without-an-end",
+        KIMI,
+        f'{_SECTION}{_KB}functions.a.b:12{_KA} {{"a": 1}}',
+        "kimi_k2",
+        calls=(("a.b", '{"a": 1}'),),
+    ),
+    Sample(
+        "kimi-broken",
+        KIMI,
+        f"{_SECTION} nothing {_SECTION}{_KB}:{_KA}{{}}",
+        "kimi_k2",
+        text=f"{_SECTION} nothing {_SECTION}{_KB}:{_KA}{{}}",
     ),
 )

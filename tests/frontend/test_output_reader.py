@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 
@@ -40,8 +42,14 @@ class Joined:
             self.whole += call.whole
 
 
-def formats(tool_calls: str = "", reasoning: str = "", *, in_reasoning: bool = False) -> OutputFormats:
-    return OutputFormats(REASONING_FORMATS.get(reasoning), FORMATS.get(tool_calls), in_reasoning)
+def formats(
+    tool_calls: str = "",
+    reasoning: str = "",
+    *,
+    in_reasoning: bool = False,
+    schemas: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+) -> OutputFormats:
+    return OutputFormats(REASONING_FORMATS.get(reasoning), FORMATS.get(tool_calls), in_reasoning, schemas)
 
 
 def read(pieces: Iterable[str], found: OutputFormats) -> Joined:
@@ -54,7 +62,10 @@ def read(pieces: Iterable[str], found: OutputFormats) -> Joined:
 
 
 def of(sample: Sample, pieces: Iterable[str]) -> Joined:
-    return read(pieces, formats(sample.tool_calls, sample.reasoning_format, in_reasoning=sample.in_reasoning))
+    found = formats(
+        sample.tool_calls, sample.reasoning_format, in_reasoning=sample.in_reasoning, schemas=sample.schemas
+    )
+    return read(pieces, found)
 
 
 @pytest.mark.parametrize("sample", BY_ID)
@@ -98,12 +109,19 @@ def test_random_text_of_marks_and_pieces_reads_the_same_however_it_is_cut(form: 
         *FORMATS[form].marks,
         *('{"name": "f", "arguments": {', '"a": 1', '"b": [', "]", "}", "}}", ", ", ": ", "[", "f(", "a=", ")", "'x'"),
         *("f[ARGS]{", "\n", " ", ";", "x", "<", "`", "```json\n", '"', "\\", "1", "-", "true", "</think>", "<think>"),
+        *("<function=f>", "</function>", "<parameter=a>", "</parameter>", "functions.f:0"),
+        *("<｜DSML｜function_calls>", '<｜DSML｜invoke name="f">', "</｜DSML｜invoke>", "</｜DSML｜function_calls>"),
+        *('<｜DSML｜parameter name="a" string="true">', '<｜DSML｜parameter name="b" string="false">'),
+        "</｜DSML｜parameter>",
     ]
+    schemas = {"f": {"properties": {"a": {"type": "string"}}}}
     for _ in range(300):
         written = [rng.choice(pieces) for _ in range(rng.randrange(30))]
-        whole = read(["".join(written)], formats(form, "think"))
-        assert read(written, formats(form, "think")) == whole, written
-        assert read("".join(written), formats(form, "think")) == whole, written
+        whole = read(["".join(written)], formats(form, "think", schemas=schemas))
+        assert read(written, formats(form, "think", schemas=schemas)) == whole, written
+        assert read("".join(written), formats(form, "think", schemas=schemas)) == whole, written
+        for arguments in whole.arguments[: whole.whole]:
+            assert isinstance(json.loads(arguments), dict)
 
 
 @pytest.mark.parametrize("form", sorted(FORMATS))

@@ -252,7 +252,8 @@ def test_samples_mean_the_same_when_ids_cut_them(path: Path, sample: Sample) -> 
     tokenizer = served_model.load(str(path), None).tokenizer
     ids = tuple(tokenizer.encode(sample.written, add_special_tokens=False))
     reasoning = tags.FORMATS.get(sample.reasoning_format)
-    read = OutputFormats(reasoning, formats.FORMATS[sample.tool_calls], sample.in_reasoning)
+    form = formats.FORMATS[sample.tool_calls]
+    read = OutputFormats(reasoning, form, sample.in_reasoning, sample.schemas)
     job = Job((1,), Options(Sampling(), 7), 999, frozenset(), EngineFacts("e", "m", "f", 512, 1024), formats=read)
 
     def told(cuts: Sequence[int]) -> tuple[str, str, dict[int, str], dict[int, str]]:
@@ -284,8 +285,10 @@ def test_samples_mean_the_same_when_ids_cut_them(path: Path, sample: Sample) -> 
         ("[func_name1(params_name1=params_value1)]", "pythonic", ""),
         ("<|python_start|>", "pythonic", ""),
         ("<tool_call> </think>", "hermes", "think"),
-        ("<tool_call><function=", "", ""),
-        ("<tool_call><arg_key>", "", ""),
+        ("<tool_call><function=", "qwen3_coder", ""),
+        ("<tool_call><arg_key> <think>", "glm45", "think"),
+        ("<|tool_calls_section_begin|><|tool_call_begin|>", "kimi_k2", ""),
+        ("{%- set dsml_token = '｜DSML｜' -%} <think>", "deepseek_v32", "think"),
         ("[TOOL_CALLS] [", "mistral", ""),
         ("[TOOL_CALLS] [ARGS] [THINK]", "mistral_v11", "mistral"),
         ("<｜tool▁sep｜>\n```json </think>", "deepseek_v3", "think"),

@@ -65,7 +65,7 @@ class Step:
 
     def depart(self, freed_slots: list[int], *, any_masked: bool = False) -> StepPlan:
         """The finished plan; its requests move forward now. `any_masked`: there are masked ones among all requests."""
-        number, computed_before = self.number, 0
+        number, computed_before, prefilled = self.number, 0, 0
         singles = self.singles
         # One token may be a prompt of one, or what was left of a longer one.
         singles += [chunk.request for chunk in self.chunks if chunk.count == 1]
@@ -85,6 +85,7 @@ class Step:
         for chunk in chunks:
             request = chunk.request
             computed_before += request.num_computed
+            prefilled += min(chunk.count, max(0, request.given_tokens - request.num_computed))
             request.num_computed += chunk.count
             request.last_step = number
             self.samples.append(int(request.num_computed == request.num_tokens))
@@ -103,6 +104,7 @@ class Step:
             slots=self.row_slots,
             token_counts=self.token_counts,
             computed_tokens=computed_before,
+            prefilled_tokens=prefilled,
             copies=self.copies,
             forced_ids=self._forced_ids() if any_masked else [],
             masked=masked,

@@ -133,6 +133,7 @@ class Request:
         "digests",
         "ended",
         "first_token_ns",
+        "given_tokens",
         "is_masked",
         "is_scored",
         "is_stepwise",
@@ -204,6 +205,8 @@ class Request:
         self.is_stepwise = submission.is_stepwise
         self.awaits_forced = submission.is_stepwise and bool(output)
         """An id was applied, and what follows it was not told yet."""
+        self.given_tokens = self.num_tokens
+        """Tokens that the executor was last given it with: those are prefilled, what came since is output."""
         self.unsent_forced: list[int] = []
         """Ids of the output that the executor, which has the request, does not know yet."""
         self.blocks: list[int] = []
@@ -242,8 +245,11 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """It has ids of its own, and the KV of all but the last was computed in steps applied."""
-        return bool(self.output) and self.num_stored >= self.num_known - 1
+        """It has ids of its own, and the KV of what it was given with, but for the last, was computed in steps applied.
+
+        Ids that were forced since are output, also while their KV is missing.
+        """
+        return bool(self.output) and self.num_stored >= self.given_tokens - 1
 
     @property
     def wants_scores(self) -> bool:

@@ -447,7 +447,7 @@ class Scheduler:
         request.overtaken = 0
         step.num_named += request.num_tokens
         request.is_scored = request.wants_scores
-        request.unsent_forced = []
+        request.given_tokens, request.unsent_forced = request.num_tokens, []
         if request.scheduled_ns == 0:
             request.scheduled_ns = now_ns
             request.account.served += PROMPT_WEIGHT * request.num_to_compute

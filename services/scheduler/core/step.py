@@ -53,7 +53,8 @@ class StepPlan:
     `freed_slots` are freed before anything starts, `new_blocks` are (slot, block) pairs appended to tables, `copies`
     are (source, destination) blocks copied after the writes of earlier steps and before those of this one. `forced_ids`
     are (slot, id) pairs appended before the rows compute; `masked` are the rows that wait for their masks.
-    `computed_tokens` is the sum, over the rows, of the tokens computed before this step.
+    `computed_tokens` is the sum, over the rows, of the tokens computed before this step. `prefilled_tokens` are those
+    that rows of several compute of what their requests were given with; the others are ids that were forced.
     """
 
     step: int
@@ -63,6 +64,7 @@ class StepPlan:
     slots: list[int]
     token_counts: list[int]
     computed_tokens: int
+    prefilled_tokens: int = 0
     copies: list[tuple[int, int]] = field(default_factory=list)
     forced_ids: list[tuple[int, int]] = field(default_factory=list)
     masked: list[MaskedRow] = field(default_factory=list)
