@@ -46,7 +46,7 @@ class Shim(HostDevice):
         return recorded
 
 
-_INTERMEDIATE = {"out", "query", "key", "value", "partial_out", "partial_lse"}
+_INTERMEDIATE = {"out", "query", "query_out", "key", "value", "cos", "sin", "partial_out", "partial_lse"}
 """Addresses of tensors between layers: a graph keeps their memory for itself, here they come and go."""
 
 

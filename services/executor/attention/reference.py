@@ -45,7 +45,7 @@ def turned(projected: torch.Tensor, heads: int, rotary: Rotary) -> torch.Tensor:
 def placed(x: torch.Tensor, gain: torch.Tensor | None, rotary: Rotary) -> torch.Tensor:
     """Heads [tokens, heads, head_dim] after the norm, where there is a gain, and the rotation."""
     if gain is not None:
-        x = torch.nn.functional.rms_norm(x, x.shape[-1:], gain, rotary.epsilon)
+        x = torch.nn.functional.rms_norm(x, x.shape[-1:], gain.to(x.dtype) + rotary.gain_offset, rotary.epsilon)
     angles = rotary.cos.shape[1]
     moved, kept = x[..., :angles], x[..., angles:]
     first, second = moved.chunk(2, dim=-1)
