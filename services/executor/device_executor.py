@@ -14,10 +14,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,11 +26,12 @@ import torch
 
 from services.common.checkpoint import config_hash, tokenizer_size
 from services.common.errors import StartError
-from services.executor import device_logprobs, dtypes, loader, memory
+from services.executor import device_fusing, device_logprobs, dtypes, loader, memory
 from services.executor.attention.contract import AttentionBackend, Needs
 from services.executor.attention.selection import select
 from services.executor.batch import PersistentBatch, StepInputs
 from services.executor.device import Device, DeviceLostError, Event, as_array, index
+from services.executor.device_elementwise import Elementwise
 from services.executor.device_logprobs import FoundLogprobs, PendingScores
 from services.executor.device_runner import DeviceRunner
 from services.executor.device_sampler import NO_ID_LEFT, DeviceSampler, Drawn
@@ -55,7 +57,7 @@ class DeviceExecutor(Executor):
     """As Executor, with weights, KV and the newest ids on `device`. All but `lost` belongs to the step thread.
 
     `graph_sizes` are the rows that decode steps are captured for: None: a ladder up to the slots, where the attention
-    backend and the family allow it; empty: none.
+    backend and the family allow it; empty: none. `compile_mode` and `compile_backend` are device_elementwise's.
     """
 
     lost_error = DeviceLostError
@@ -70,11 +72,15 @@ class DeviceExecutor(Executor):
         attention_backend: str | None = None,
         graph_sizes: Sequence[int] | None = None,
         sampler_threads: int = 1024,
+        compile_mode: str = "auto",
+        compile_backend: str | Callable[..., Any] = "inductor",
     ) -> None:
         super().__init__(path, threads=threads, kv_memory_bytes=kv_memory_bytes, attention_backend=attention_backend)
         self._device = device
         self._graph_sizes = graph_sizes
         self._sampler_threads = sampler_threads
+        self.elementwise = Elementwise(compile_mode, device.torch_device.type, compile_backend)
+        """Norms, gates and sums; says whether they are compiled."""
         self._backend: AttentionBackend | None = None
         self._device_runner: DeviceRunner | None = None
         self._device_sampler: DeviceSampler | None = None
@@ -97,7 +103,7 @@ class DeviceExecutor(Executor):
         device = self._device
         torch.set_num_threads(self._threads)
         device.activate()
-        checkpoint = loader.load(self._path, dtype, report, weights_hash, device=device)
+        checkpoint = self._load_on_device(dtype, report, weights_hash)
         shape = checkpoint.shape
         check_context(settings, shape.context_tokens)
         needs = Needs.of(
@@ -128,6 +134,11 @@ class DeviceExecutor(Executor):
             kv_bytes=kv_bytes,
         )
         return self._facts
+
+    def _load_on_device(self, dtype: torch.dtype, report: loader.Report, weights_hash: str) -> loader.Checkpoint:
+        checkpoint = loader.load(self._path, dtype, report, weights_hash, device=self._device)
+        device_fusing.install(checkpoint.model, self.elementwise)
+        return checkpoint
 
     def unload(self) -> None:
         super().unload()
@@ -171,7 +182,9 @@ class DeviceExecutor(Executor):
             raise DeviceLostError(reason) from error
 
     def _kv_bytes(self, runner: DeviceRunner, settings: Settings) -> int:
-        """Bytes for KV, once the weights are there."""
+        """Bytes for KV, once the weights are there; a step of full size shows what it takes."""
+        with torch.inference_mode():
+            self.elementwise.prepare(runner.run_without_cache, settings.max_step_tokens)
         if self._kv_memory_bytes is not None:
             return memory.kv_budget_bytes(self._kv_memory_bytes, self._device.available_bytes())
         with torch.inference_mode():

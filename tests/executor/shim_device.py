@@ -157,4 +157,5 @@ def device_executor(*args: Any, **options: Any) -> Any:
     from services.executor.device_executor import DeviceExecutor
 
     options.setdefault("device", ShimDevice())
+    options.setdefault("compile_mode", "off")  # inductor would run the C++ compiler in every test
     return DeviceExecutor(*args, sampler_threads=64, **options)

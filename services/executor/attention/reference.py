@@ -28,7 +28,8 @@ class ReferenceStep:
         weights = torch.einsum("qhd,khd->hqk", q, k) * scores.scale
         if scores.soft_cap is not None:
             weights = scores.soft_cap * torch.tanh(weights / scores.soft_cap)
-        distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
+        at = torch.arange(len(q), device=q.device)
+        distance = at[:, None] - at
         seen = (distance >= 0) & (distance < (scores.window_tokens or len(q)))
         weights = weights.masked_fill(~seen, -torch.inf).softmax(-1)
         out.copy_(torch.einsum("hqk,khd->qhd", weights, v))
