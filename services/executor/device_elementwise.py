@@ -58,7 +58,7 @@ class Elementwise:
         self._check_required()
         if not self.reason:
             _set_up()
-        elif mode != "off":
+        else:
             self._tell()
         # Of this object alone: one function for all layers that are alike.
         self.norm = lru_cache(maxsize=None)(self._norm)
@@ -70,10 +70,11 @@ class Elementwise:
         """Of a copied module, which is a probe: nothing is compiled for it."""
         return Elementwise()
 
-    def prepare(self, run: Callable[[int], object], rows: int) -> None:
+    def prepare(self, run: Callable[[int], object], rows: int, *, together: bool = False) -> None:
         """Compiles whatever `run` calls of a number of rows, up to `rows` of them. Raises StartError where it must be
-        and cannot be; where it only may be, `run` goes on with torch's kernels."""
-        if self.reason:
+        and cannot be; where it only may be, `run` goes on with torch's kernels. `together`: other ranks run it too, and
+        wait for this one."""
+        if self.reason and not together:
             return
         with self._compiling():
             for count in dict.fromkeys((max(2, rows), 1)):
@@ -154,9 +155,9 @@ class Elementwise:
             function.run = function.compiled = function.eager
 
     def _tell(self) -> None:
-        if self.reason:
+        if self.reason and self._mode != "off":
             log.warning("norms, gates and sums are torch's own kernels: %s", self.reason)
-        else:
+        elif not self.reason:
             log.info("norms, gates and sums are compiled")
 
     def _check_required(self) -> None:

@@ -35,7 +35,8 @@ class Shim(HostDevice):
         if self.recorded is not None:
             fixed = [name for name in params.layout.fields if name not in _INTERMEDIATE]
             self.recorded.append((instance.name, grid, {name: params.get(name) for name in fixed}))
-        super().launch(instance, grid, params)
+        with _ONE_AT_A_TIME:
+            super().launch(instance, grid, params)
 
     def recording(self, work: Callable[[], object]) -> list[tuple[str, Grid, dict[str, float]]]:
         """Kernels that `work` launches, with what a captured graph would launch them with again."""
@@ -46,6 +47,8 @@ class Shim(HostDevice):
         return recorded
 
 
+_ONE_AT_A_TIME = threading.Lock()
+"""What the shim keeps of a running kernel is the process's, and ranks that are threads share one."""
 _INTERMEDIATE = {"out", "query", "query_out", "key", "value", "cos", "sin", "partial_out", "partial_lse"}
 """Addresses of tensors between layers: a graph keeps their memory for itself, here they come and go."""
 
