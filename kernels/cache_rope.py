@@ -9,6 +9,8 @@ from kernels.params import Params
 
 _QUAD = 4
 """Elements that are read at a time from the tables of cos and sin."""
+ANGLES_UNIT = 2 * _QUAD
+"""Rotary dimensions of a head are a multiple of this."""
 
 
 class CacheRope:
@@ -48,9 +50,9 @@ class CacheRope:
     def _check(self) -> None:
         get = self.params.get
         rotary_dim = int(get("rotary_dim"))
-        if not 0 <= rotary_dim <= self._head_dim or rotary_dim % (2 * _QUAD):
+        if not 0 <= rotary_dim <= self._head_dim or rotary_dim % ANGLES_UNIT:
             raise ValueError(
-                f"rotary_dim is {rotary_dim}: a multiple of {2 * _QUAD} up to head_dim {self._head_dim}, or 0"
+                f"rotary_dim is {rotary_dim}: a multiple of {ANGLES_UNIT} up to head_dim {self._head_dim}, or 0"
             )
         if rotary_dim and not get("inv_freq") and not (get("cos") and get("sin")):
             raise ValueError("rotary_dim is set: give inv_freq, or cos and sin")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -20,7 +20,7 @@ class ExecutorConfig(ServiceConfig):
     device: str = Field(
         "cpu",
         description="device that holds weights and KV: cpu, cuda, cuda:N, or auto: the first CUDA device where one "
-        "can be used",
+        "can be used. Of ranks that rank 0 starts each has its own: cuda, or auto",
     )
     attention_backend: str | None = Field(
         None, description="attention backend by name, as `triptych doctor` lists them; unset: the best that serves"
@@ -29,6 +29,11 @@ class ExecutorConfig(ServiceConfig):
         "auto",
         description="rows that decode steps are captured for as CUDA graphs, as 1,2,4,8; auto: a ladder up to the "
         "scheduler's max_num_seqs, where they can be captured; off: none",
+    )
+    compile: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="on a GPU, whether norms, gates and sums are compiled by torch.compile: auto: where triton and a C "
+        "compiler are; on: else it does not start; off: torch's own kernels",
     )
     kernels: Path | None = Field(
         None, description="folder that `make kernels` wrote; unset: build/kernels beside the sources"

@@ -14,10 +14,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,11 +26,12 @@ import torch
 
 from services.common.checkpoint import config_hash, tokenizer_size
 from services.common.errors import StartError
-from services.executor import device_logprobs, dtypes, loader, memory
+from services.executor import device_fusing, device_logprobs, dtypes, loader, memory
 from services.executor.attention.contract import AttentionBackend, Needs
 from services.executor.attention.selection import select
 from services.executor.batch import PersistentBatch, StepInputs
 from services.executor.device import Device, DeviceLostError, Event, as_array, index
+from services.executor.device_elementwise import Elementwise
 from services.executor.device_logprobs import FoundLogprobs, PendingScores
 from services.executor.device_runner import DeviceRunner
 from services.executor.device_sampler import NO_ID_LEFT, DeviceSampler, Drawn
@@ -38,9 +40,10 @@ from services.executor.executor import Executor, Facts, Launched, check_context,
 from services.executor.graphs import DecodeGraphs, ladder
 from services.executor.logprobs import Logprobs
 from services.executor.masks import StepMasks
-from services.executor.plan import MAX_IN_FLIGHT, Int64s, Outcome, Plan, Settings
+from services.executor.plan import MAX_IN_FLIGHT, Int64s, Outcome, Plan, RanksLostError, Settings
 from services.executor.runner import ModelRunner
-from services.executor.sampler import Sampled
+from services.executor.sampler import Masks, Sampled
+from services.executor.sampling_columns import SampleRows
 
 KV_SHARE = 0.9
 """Of the memory left after weights and activations; the rest is for graphs, the allocator and the driver."""
@@ -55,10 +58,10 @@ class DeviceExecutor(Executor):
     """As Executor, with weights, KV and the newest ids on `device`. All but `lost` belongs to the step thread.
 
     `graph_sizes` are the rows that decode steps are captured for: None: a ladder up to the slots, where the attention
-    backend and the family allow it; empty: none.
+    backend and the family allow it; empty: none. `compile_mode` and `compile_backend` are device_elementwise's.
     """
 
-    lost_error = DeviceLostError
+    lost_error: type[RanksLostError] | type[DeviceLostError] = DeviceLostError
 
     def __init__(
         self,
@@ -70,15 +73,19 @@ class DeviceExecutor(Executor):
         attention_backend: str | None = None,
         graph_sizes: Sequence[int] | None = None,
         sampler_threads: int = 1024,
+        compile_mode: str = "auto",
+        compile_backend: str | Callable[..., Any] = "inductor",
     ) -> None:
         super().__init__(path, threads=threads, kv_memory_bytes=kv_memory_bytes, attention_backend=attention_backend)
         self._device = device
         self._graph_sizes = graph_sizes
         self._sampler_threads = sampler_threads
+        self.elementwise = Elementwise(compile_mode, device.torch_device.type, compile_backend)
+        """Norms, gates and sums; says whether they are compiled."""
         self._backend: AttentionBackend | None = None
         self._device_runner: DeviceRunner | None = None
         self._device_sampler: DeviceSampler | None = None
-        self._pending: deque[_Step] = deque()
+        self._pending: deque[Step] = deque()
         self.graphs: DecodeGraphs | None = None
         """Once allocated; says which steps were replayed."""
 
@@ -97,7 +104,7 @@ class DeviceExecutor(Executor):
         device = self._device
         torch.set_num_threads(self._threads)
         device.activate()
-        checkpoint = loader.load(self._path, dtype, report, weights_hash, device=device)
+        checkpoint = self._load_on_device(dtype, report, weights_hash)
         shape = checkpoint.shape
         check_context(settings, shape.context_tokens)
         needs = Needs.of(
@@ -113,10 +120,14 @@ class DeviceExecutor(Executor):
         sampler = DeviceSampler(device, shape.vocab_size, dtype, self._sampler_threads)
         device.load_kernels([*backend.instances(needs), *sampler.instances(dtype, self._sampler_threads)])
         runner = DeviceRunner(checkpoint, backend, needs, device, settings)
-        kv_bytes = self._kv_bytes(runner, settings)
         self._checkpoint, self._settings, self._backend = checkpoint, settings, backend
         self._runner = self._device_runner = runner
         self._device_sampler = sampler
+        try:
+            kv_bytes = self._kv_bytes(runner, settings)
+        except BaseException:
+            self.unload()
+            raise
         self._facts = Facts(
             device=device.name,
             weights_hash=checkpoint.weights_hash,
@@ -129,6 +140,11 @@ class DeviceExecutor(Executor):
         )
         return self._facts
 
+    def _load_on_device(self, dtype: torch.dtype, report: loader.Report, weights_hash: str) -> loader.Checkpoint:
+        checkpoint = loader.load(self._path, dtype, report, weights_hash, device=self._device)
+        device_fusing.install(checkpoint.model, self.elementwise)
+        return checkpoint
+
     def unload(self) -> None:
         super().unload()
         self._backend = self._device_runner = self._device_sampler = None
@@ -137,18 +153,24 @@ class DeviceExecutor(Executor):
         """Queues a step. Raises BadPlanError before anything has changed; after any other error, also one that the
         outcome raises, the batch must be reset."""
         self._settle()
+        step = self._launch(plan, masks)
+        self._pending.append(step)
+        return step
+
+    def _launch(self, plan: Plan, masks: StepMasks | None = None) -> Step:
         try:
-            step = self._queue(plan, masks)
+            return self._queue(plan, masks)
         except RuntimeError as error:
             self._check_lost(error)
             raise
-        self._pending.append(step)
-        return step
 
     def execute(self, plan: Plan, masks: StepMasks | None = None) -> Outcome:
         return self.launch(plan, masks).outcome()
 
     def reset(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
         super().reset()
         self._pending.clear()
         if self._device_runner is not None and self._batch is not None:
@@ -171,12 +193,20 @@ class DeviceExecutor(Executor):
             raise DeviceLostError(reason) from error
 
     def _kv_bytes(self, runner: DeviceRunner, settings: Settings) -> int:
-        """Bytes for KV, once the weights are there."""
+        """Bytes for KV, once the weights are there; a step of full size shows what it takes."""
+        with torch.inference_mode():
+            self.elementwise.prepare(runner.run_without_cache, settings.max_step_tokens)
         if self._kv_memory_bytes is not None:
             return memory.kv_budget_bytes(self._kv_memory_bytes, self._device.available_bytes())
+        return self._share_of_rest(self._peak_bytes(runner, settings))
+
+    def _peak_bytes(self, runner: DeviceRunner, settings: Settings) -> int:
         with torch.inference_mode():
-            peak = self._device.peak_bytes(lambda: runner.run_without_cache(settings.max_step_tokens))
-        return memory.kv_budget_bytes(None, max(0, self._device.available_bytes() - peak), share=KV_SHARE)
+            return self._device.peak_bytes(lambda: runner.run_without_cache(settings.max_step_tokens))
+
+    def _share_of_rest(self, peak_bytes: int) -> int:
+        rest = max(0, self._device.available_bytes() - peak_bytes)
+        return memory.kv_budget_bytes(None, rest, share=KV_SHARE)
 
     def _make(self, runner: ModelRunner, settings: Settings, facts: Facts, num_blocks: int) -> None:
         runner.allocate(num_blocks)
@@ -190,8 +220,8 @@ class DeviceExecutor(Executor):
         ids = np.random.default_rng(_CALIBRATION_SEED).integers(facts.vocab_size, size=settings.context_tokens)
         for step in warm_up_steps(settings, num_blocks):
             started = tuple(replace(one, token_ids=ids[: len(one.token_ids)].astype(np.uint32)) for one in step.started)
-            self.launch(replace(step, started=started)).outcome()
-        self.reset()
+            self._launch(replace(step, started=started)).outcome()
+        self._forget()
 
     def _capture(self, settings: Settings) -> None:
         runner, backend = self._made[0], self._backend
@@ -234,15 +264,18 @@ class DeviceExecutor(Executor):
     def _settle(self) -> None:
         """Takes in what the device has told since; a step that is one too many is waited for."""
         while self._pending and (self._pending[0].is_done or len(self._pending) >= MAX_IN_FLIGHT):
-            step = self._pending.popleft()
-            if self._batch is not None:
-                step.outcome()
-                self._batch.settle(step.slots, step.places, step.drawn_ids)
-                self._batch.mark_failed(step.failed_slots)
+            self._take_in(self._pending.popleft())
+
+    def _take_in(self, step: Step) -> None:
+        """Tells the batch what a step gave."""
+        if self._batch is not None:
+            step.outcome()
+            self._batch.settle(step.slots, step.places, step.drawn_ids)
+            self._batch.mark_failed(step.failed_slots)
 
     @torch.inference_mode()
-    def _queue(self, plan: Plan, masks: StepMasks | None) -> _Step:
-        batch, (runner, sampler) = self._batch, self._made
+    def _queue(self, plan: Plan, masks: StepMasks | None) -> Step:
+        batch, (runner, _) = self._batch, self._made
         if batch is None or self._facts is None:
             raise RuntimeError("a step before allocate")
         begun, device = time.perf_counter(), self._device
@@ -251,16 +284,14 @@ class DeviceExecutor(Executor):
         runner.follow(batch, plan)
         runner.copy_blocks(plan.copies)
         batch.fail(inputs.failed_slots)
-        step = _Step(self, plan.step, inputs, first)
+        step = Step(self, plan.step, inputs, first)
         if not inputs.slots.size:
             masked_rows(inputs, masks, begun)
             return step.ends(first, device.record())
         drawn_slots = batch.drawn_slots(inputs)
         if inputs.scored:
             logits, hidden = runner.run_with_hidden(inputs, batch.tables, drawn_slots)
-            step.scores = device_logprobs.score(
-                inputs.scored, hidden, runner.head, self._facts.vocab_size, runner.failed, device
-            )
+            step.scores = self._score_prompts(inputs, hidden, self._facts.vocab_size)
             step.in_graph = False
             if self.graphs is not None:
                 self.graphs.eager += 1
@@ -276,7 +307,7 @@ class DeviceExecutor(Executor):
             if len(step.slots) < len(inputs.slots):
                 slots = index(step.slots, device)
             newest = runner.newest_ids.index_select(0, slots)
-            drawn = sampler.draw(logits, batch.sample_rows(inputs), masked, newest)
+            drawn = self._draw(logits, batch.sample_rows(inputs), masked, newest)
             before = runner.failed.index_select(0, slots)
             failed = torch.where(before != 0, before, drawn.failed)
             runner.failed.index_copy_(0, slots, failed)
@@ -286,12 +317,19 @@ class DeviceExecutor(Executor):
         step.take_failed(runner.failed.index_select(0, all_slots), device)
         return step.ends(computed, device.record())
 
+    def _score_prompts(self, inputs: StepInputs, hidden: torch.Tensor, vocab_size: int) -> PendingScores:
+        runner = self._made[0]
+        return device_logprobs.score(inputs.scored, hidden, runner.head, vocab_size, runner.failed, self._device)
+
+    def _draw(self, logits: torch.Tensor, rows: SampleRows, masks: Masks | None, newest_ids: torch.Tensor) -> Drawn:
+        return self._made[1].draw(logits, rows, masks, newest_ids)
+
 
 _NONE = np.zeros(0, np.int64)
 
 
 @dataclass(eq=False)
-class _Step:
+class Step:
     """A step's results on their way to the host; an executor's Launched."""
 
     executor: DeviceExecutor
@@ -326,7 +364,7 @@ class _Step:
         """Brings to the host which rows' slots have failed, [rows] int32."""
         self._row_failed = device.download(row_failed)
 
-    def ends(self, computed: Event, last: Event) -> _Step:
+    def ends(self, computed: Event, last: Event) -> Step:
         """All of it is queued."""
         self._computed, self._last = computed, last
         return self

@@ -6,11 +6,35 @@ import logging
 import re
 from pathlib import Path
 
+import torch
+
 from services.common.errors import StartError
 from services.executor.cuda_device import BUILT, CudaDevice
 from services.executor.device import Device
 
 log = logging.getLogger(__name__)
+
+
+def choose_for_ranks(asked: str, ranks: int, built: Path | None = None) -> tuple[Device | None, tuple[str, ...]]:
+    """Rank 0's device, and the names of all `ranks` that share this machine, a device each; None and no names: the CPU.
+
+    Raises StartError where there are not so many, or one is named.
+    """
+    if asked not in ("cpu", "cuda", "auto"):
+        raise StartError(
+            f"--device is {asked}, which is one, and --tp-size {ranks} ranks take one each; give --device cuda "
+            "(CUDA_VISIBLE_DEVICES says which), or start each rank by itself with --tp-rank"
+        )
+    first = choose(asked, built)
+    if first is None:
+        return None, ()
+    if (count := torch.cuda.device_count()) < ranks:
+        reason = f"--tp-size is {ranks}, a device a rank, and this machine has {count}"
+        if asked == "cuda":
+            raise StartError(f"{reason}; lower it, or start ranks on other machines too, each with --tp-rank")
+        log.info("served on the CPU: %s", reason)
+        return None, ()
+    return first, tuple(f"cuda:{rank}" for rank in range(ranks))
 
 
 def choose(asked: str, built: Path | None = None) -> Device | None:

@@ -63,7 +63,7 @@ def fit(path: Path, engine: pb.EngineConfig, config: ExecutorConfig) -> Fit:
     held_here = weight_bytes if here == ranks else rank_weight_bytes[config.tp_rank or 0]
     whole: tuple[str, ...] = ()
     if shards[0] is not None:
-        held = loader.divided(path, call.dtype, shards[0])  # rank 0 has the most heads
+        held = loader.divided(path, call.dtype, shards[0], packed=device is None)  # rank 0 has the most heads
         shape, whole = held.shape(shape), held.whole
     if held_here > available or (here > 1 and max(rank_weight_bytes) > available // here):
         raise StartError(

@@ -20,7 +20,7 @@ from services.executor import architecture, conversion, fusing, memory, packing
 from services.executor.attention.selection import IMPLEMENTATION
 from services.executor.conversion import Recipe
 from services.executor.device import Device
-from services.executor.ranks import division, layers
+from services.executor.ranks import device_layers, division, layers
 from services.executor.ranks.division import Division, Part, Shard
 from services.executor.weight_files import Hashing, WeightFiles, enumerated, locate
 
@@ -65,7 +65,7 @@ def load(
 ) -> Checkpoint:
     """Builds the model in `dtype`, by torch's number of threads; `report` is called from this thread.
 
-    On the CPU, or on `device`, where nothing is packed and nothing fused: its modules are transformers' own.
+    On the CPU, or on `device`, where nothing is packed: its modules are transformers' own.
 
     Of `shard`, a rank, only the part of each tensor is read that the rank holds, its layers are not connected yet with
     the other ranks', and unless it has files of its own, rank 0 alone hashes them.
@@ -82,7 +82,7 @@ def load(
         recipes = _recipes(path, model, files)
         if expected_hash:
             _expect(path, expected_hash, _hashed(hashing, report))
-        held = _divide(model, config, dtype, recipes, shard)
+        held = _divide(model, config, dtype, recipes, shard, packed=device is None)
         _assign(path, model, recipes, files, dtype, threads, report, held, device)
         digest = _hashed(hashing, report)
     shape = architecture.figures(config)
@@ -106,14 +106,15 @@ def weight_bytes(path: Path, dtype: torch.dtype, shard: Shard | None = None, *, 
     model = _skeleton(config, dtype)
     files = WeightFiles(path)
     recipes = _recipes(path, model, files)
-    _divide(model, config, dtype, recipes, shard)
+    _divide(model, config, dtype, recipes, shard, packed)
     return _held_bytes(model, recipes, files, dtype, packed)
 
 
-def divided(path: Path, dtype: torch.dtype, shard: Shard) -> Division:
-    """What a rank would hold. Raises StartError when the model is not served, or cannot be divided."""
+def divided(path: Path, dtype: torch.dtype, shard: Shard, *, packed: bool = True) -> Division:
+    """What a rank would hold, `packed` as weight_bytes says. Raises StartError when the model is not served, or cannot
+    be divided."""
     config = architecture.read(path)
-    return _divided(_skeleton(config, dtype), config, dtype, shard)
+    return _divided(_skeleton(config, dtype), config, dtype, shard, packed)
 
 
 def _hashed(hashing: Hashing, report: Report) -> str:
@@ -190,20 +191,27 @@ def _other_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> st
 
 
 def _divide(
-    model: PreTrainedModel, config: PreTrainedConfig, dtype: torch.dtype, recipes: Recipes, shard: Shard | None
+    model: PreTrainedModel,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    recipes: Recipes,
+    shard: Shard | None,
+    packed: bool,
 ) -> Division | None:
     """Leaves in `model` and `recipes` what the rank holds. Raises StartError where it cannot be divided."""
     if shard is None:
         return None
-    held = _divided(model, config, dtype, shard)
+    held = _divided(model, config, dtype, shard, packed)
     division.cut(model, held)
     for name in held.dropped:
         recipes.pop(name, None)
     return held
 
 
-def _divided(model: PreTrainedModel, config: PreTrainedConfig, dtype: torch.dtype, shard: Shard) -> Division:
-    if not packing.packable(model, dtype):
+def _divided(
+    model: PreTrainedModel, config: PreTrainedConfig, dtype: torch.dtype, shard: Shard, packed: bool
+) -> Division:
+    if packed and not packing.packable(model, dtype):
         raise StartError(f"weights in {str(dtype).removeprefix('torch.')} are not divided over ranks yet; float32 is")
     return division.divide(model, architecture.figures(config), shard)
 
@@ -224,7 +232,7 @@ def _assign(
     parts = {} if held is None else held.parts
     available = _available_bytes(held, device)
     if total > available:
-        raise StartError(_too_large(path, total, dtype, available, held))
+        raise StartError(_too_large(path, total, dtype, available, held, packed=device is None))
     tied = model.config.tie_word_embeddings
     if tied and _HEAD in recipes:
         _check_tied(path, model, recipes, files, parts.get(_HEAD))
@@ -238,7 +246,7 @@ def _assign(
         _tie(model, packed, None if held is not None and held.embedding else parts.get(_HEAD))
     packing.install(model, packed)
     if held is not None:
-        layers.install(model, held)
+        (layers if device is None else device_layers).install(model, held)
     if device is not None:
         model.to(device.torch_device)  # what is left on the CPU: buffers, which no file holds
     if packed:
@@ -347,13 +355,15 @@ def _held_bytes(model: PreTrainedModel, recipes: Recipes, files: WeightFiles, dt
     return total
 
 
-def _too_large(path: Path, total: int, dtype: torch.dtype, available: int, held: Division | None) -> str:
+def _too_large(
+    path: Path, total: int, dtype: torch.dtype, available: int, held: Division | None, *, packed: bool
+) -> str:
     served = f"to be served in {str(dtype).removeprefix('torch.')}"
     mend = "raise the memory limit or serve a smaller model"
     if held is None:
         return f"the weights of {path} take {total} bytes {served}, {available} are free; {mend}"
     rank, size = held.shard.rank, held.shard.size
-    by_rank = [weight_bytes(path, dtype, Shard(other, size, 0)) for other in range(size)]
+    by_rank = [weight_bytes(path, dtype, Shard(other, size, 0), packed=packed) for other in range(size)]
     return (
         f"the weights of {path} take {total} bytes on rank {rank} {served}, its share of what is free is {available}"
         f" (by {size} ranks the weights take {', '.join(map(str, by_rank))} bytes, {sum(by_rank)} in all); {mend},"
@@ -386,5 +396,8 @@ def _tie(model: PreTrainedModel, packed: dict[str, Packed], part: Part | None) -
     embedding = _embedding_name(model)
     if embedding in packed:
         packed[_HEAD] = packed[embedding] if part is None else layers.rows(packed[embedding], part)
-    else:
-        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+        return
+    weight = model.get_input_embeddings().weight
+    if part is not None:
+        weight = torch.nn.Parameter(weight[part.begin : part.end], requires_grad=False)
+    model.get_output_embeddings().weight = weight

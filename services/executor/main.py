@@ -6,6 +6,7 @@ import asyncio
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,8 +23,8 @@ from services.executor.device_executor import DeviceExecutor
 from services.executor.executor import Executor
 from services.executor.loader import weight_files
 from services.executor.ranks import joined
+from services.executor.ranks.device_leading import LeadingDeviceExecutor
 from services.executor.ranks.division import Shard
-from services.executor.ranks.group import RANKS_DEVICE
 from services.executor.ranks.joining import JoiningPeers
 from services.executor.ranks.leader import LeadingExecutor
 from services.executor.ranks.peers import ChildPeers, Peers
@@ -46,11 +47,11 @@ def main(argv: Sequence[str]) -> int:
     path = checkpoint.find(settings.model, revision=settings.revision, offline=settings.offline, weights=True)
     architecture.read(path)
     weight_files(path)
-    device = _device(settings)
+    chosen = _devices(settings)
     if settings.tp_rank:
-        joined.run(path, settings, _threads(settings))
+        joined.run(path, settings, _threads(settings), chosen.own)
         return 0
-    executor = _executor(path, settings, device)
+    executor = _executor(path, settings, chosen)
     try:
         asyncio.run(_serve(executor, settings, startup))
     finally:
@@ -58,10 +59,20 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _executor(path: Path, settings: ExecutorConfig, device: Device | None) -> Executor:
-    ranks = settings.tp_size
+@dataclass(frozen=True)
+class _Devices:
+    """Where this process computes."""
+
+    own: Device | None = None
+    """None: on the CPU"""
+    of_children: Sequence[str] = ()
+    """by rank, where this one starts the others on devices too"""
+
+
+def _executor(path: Path, settings: ExecutorConfig, chosen: _Devices) -> Executor:
+    ranks, device = settings.tp_size, chosen.own
     threads = _threads(settings)
-    if device is not None:
+    if device is not None and ranks == 1:
         return DeviceExecutor(
             path,
             device=device,
@@ -69,6 +80,7 @@ def _executor(path: Path, settings: ExecutorConfig, device: Device | None) -> Ex
             kv_memory_bytes=settings.kv_memory_bytes,
             attention_backend=settings.attention_backend,
             graph_sizes=settings.graph_sizes,
+            compile_mode=settings.compile,
         )
     if ranks == 1:
         return Executor(
@@ -78,33 +90,47 @@ def _executor(path: Path, settings: ExecutorConfig, device: Device | None) -> Ex
             attention_backend=settings.attention_backend,
         )
     loader.divided(path, torch.float32, Shard(0, ranks, 0))  # refuses what cannot be
-    peers = _peers(path, settings, threads.count)
+    peers = _peers(path, settings, threads.count, chosen)
     try:
+        if device is not None:
+            return LeadingDeviceExecutor(
+                path,
+                peers=peers,
+                device=device,
+                threads=threads.count,
+                kv_memory_bytes=settings.kv_memory_bytes,
+                graph_sizes=settings.graph_sizes,
+                compile_mode=settings.compile,
+            )
         return LeadingExecutor(path, peers=peers, threads=threads.count, kv_memory_bytes=settings.kv_memory_bytes)
     except StartError:
         peers.close()
         raise
 
 
-def _device(settings: ExecutorConfig) -> Device | None:
-    """The card, None for the CPU. Raises StartError for options that are not served with one another."""
-    device = devices.choose(settings.device, settings.kernels)
-    if settings.tp_size > 1 and device is not None:
-        raise StartError(f"--tp-size is {settings.tp_size}: ranks are served on the CPU alone yet; give --device cpu")
+def _devices(settings: ExecutorConfig) -> _Devices:
+    """Raises StartError for options that are not served with one another."""
+    device, names = (
+        devices.choose_for_ranks(settings.device, settings.tp_size, settings.kernels)
+        if settings.ranks_here > 1
+        else (devices.choose(settings.device, settings.kernels), ())
+    )
     if settings.tp_size > 1 and settings.attention_backend is not None:
         raise StartError("--attention-backend is not served with --tp-size yet; leave it unset")
     if device is None and settings.graph_sizes:
         raise StartError(
             f"--cuda-graph-sizes is {settings.cuda_graph_sizes}, but the device is the CPU; leave it unset"
         )
-    return device
+    if device is None and settings.compile == "on":
+        raise StartError("--compile is on, but the device is the CPU, where nothing is compiled; leave it unset")
+    return _Devices(device, names)
 
 
-def _peers(path: Path, settings: ExecutorConfig, threads: int) -> Peers:
+def _peers(path: Path, settings: ExecutorConfig, threads: int, chosen: _Devices) -> Peers:
     size, timeout_s = settings.tp_size, settings.rank_timeout_s
     if settings.tp_rendezvous is not None:
         address = settings.tp_rendezvous
-        return JoiningPeers(path, size=size, address=address, timeout_s=timeout_s, device=RANKS_DEVICE)
+        return JoiningPeers(path, size=size, address=address, timeout_s=timeout_s, device=chosen.own)
     return ChildPeers(
         path,
         size=size,
@@ -112,7 +138,16 @@ def _peers(path: Path, settings: ExecutorConfig, threads: int) -> Peers:
         timeout_s=timeout_s,
         log_level=settings.log_level,
         log_format=settings.log_format,
-        device=RANKS_DEVICE,
+        device=chosen.own,
+        on_devices=[
+            {
+                "device": name,
+                "kernels": str(settings.kernels or ""),
+                "compile_mode": settings.compile,
+                "kv_memory_bytes": settings.kv_memory_bytes,
+            }
+            for name in chosen.of_children
+        ],
     )
 
 
@@ -142,7 +177,7 @@ async def _serve(executor: Executor, settings: ExecutorConfig, startup: Startup)
     lost.cancel()
     await servicer.close()
     if lost.done() and not lost.cancelled():
-        what = "its device" if isinstance(executor, DeviceExecutor) else "its ranks"
+        what = "its device" if executor.tp_size == 1 else "its ranks"
         raise StartError(f"{lost.result()}; the executor ends with {what}, start it again")
 
 

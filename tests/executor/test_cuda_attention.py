@@ -167,7 +167,9 @@ def expected(
     for one, before in zip(made.projected, made.before, strict=True):
         wide = one.to(upcast)
         out = torch.empty(len(one), needs.heads, needs.head_dim, dtype=upcast)
-        turned = rotary and Rotary(rotary.cos[: len(one)].to(upcast), rotary.sin[: len(one)].to(upcast))
+        turned = rotary and replace(
+            rotary, cos=rotary.cos[: len(one)].to(upcast), sin=rotary.sin[: len(one)].to(upcast)
+        )
         ReferenceStep().attend(0, wide, turned, scores, out)
         found.append(out[before:])
     return torch.cat(found)
@@ -175,7 +177,7 @@ def expected(
 
 def _of_tokens(rotary: Rotary, begin: list[int], end: list[int]) -> Rotary:
     at = torch.cat([torch.arange(b, e) for b, e in zip(begin, end, strict=True)])
-    return Rotary(rotary.cos[at], rotary.sin[at])
+    return replace(rotary, cos=rotary.cos[at], sin=rotary.sin[at])
 
 
 def made_cache(backend: AttentionBackend, needs: Needs, device: ShimDevice | None) -> KvCache:
@@ -213,13 +215,28 @@ def test_the_slow_backend_agrees_on_a_cpu_and_on_a_device(scores: Scores) -> Non
 
 
 @pytest.mark.parametrize("backend", [CudaBackend(), SdpaBackend()], ids=lambda backend: backend.name)
-def test_heads_are_turned_where_a_layer_leaves_that_to_the_backend(backend: AttentionBackend) -> None:
-    needs, device = replace(NEEDS, dtype=torch.float32, kv_dtype=torch.float32), ShimDevice()
-    made = rows(needs, *MIXED)
-    angles = torch.rand(81, 32)
-    rotary = Rotary(torch.cat([angles.cos()] * 2, -1), torch.cat([angles.sin()] * 2, -1))
+@pytest.mark.parametrize(
+    ("dtype", "angles", "offset", "tolerance"),
+    [
+        (torch.float32, 64, None, 2e-5),
+        (torch.float32, 32, 1.0, 2e-5),
+        (torch.float32, 12, 0.0, 2e-5),
+        (torch.bfloat16, 64, 0.0, 5e-2),
+    ],
+    ids=["rope alone", "half of a head, norms around 0", "so few that torch turns them", "norms in bfloat16"],
+)
+def test_heads_are_normed_and_turned_where_a_layer_leaves_that_to_the_backend(
+    backend: AttentionBackend, dtype: torch.dtype, angles: int, offset: float | None, tolerance: float
+) -> None:
+    needs, device = replace(NEEDS, dtype=dtype, kv_dtype=dtype), ShimDevice()
+    made, of_half = rows(needs, *MIXED), torch.rand(81, angles // 2)
+    rotary = Rotary(torch.cat([of_half.cos()] * 2, -1), torch.cat([of_half.sin()] * 2, -1))
+    if offset is not None:
+        q_gain, k_gain = torch.rand(2, needs.head_dim).to(dtype)
+        rotary = replace(rotary, q_gain=q_gain, k_gain=k_gain, epsilon=0.01, gain_offset=offset)
+    wanted = expected(needs, made, Scores(0.125), rotary)
     got = attended(made_cache(backend, needs, device), needs, made, Scores(0.125), device, rotary)
-    torch.testing.assert_close(got.double(), expected(needs, made, Scores(0.125), rotary), rtol=0, atol=2e-5)
+    torch.testing.assert_close(got.double(), wanted, rtol=0, atol=tolerance)
 
 
 @pytest.mark.slow
@@ -265,9 +282,12 @@ def _op_arguments(needs: Needs, device: ShimDevice) -> tuple[CudaKvCache, tuple[
     assert isinstance(one, DeviceStepShape)
     flat = torch.cat(made.projected)
     out = torch.zeros(7, needs.heads, needs.head_dim, dtype=needs.dtype)
-    tensors = (flat, out, cache.keys[0], cache.values[0], None, None)
+    cos, sin = torch.rand(2, 7, 32)
+    gains = torch.rand(2, needs.head_dim)
+    tensors = (flat, out, cache.keys[0], cache.values[0], None, None, cos, sin, *gains)
     tensors += (one.places, one.tables, one.slots, one.query_starts, one.contexts)
-    return cache, (*tensors, cache.launcher, one.leading, one.most_tokens, one.most_context, 0.125, 0, 0.0)
+    figures = (one.leading, one.most_tokens, one.most_context, 0.125, 0, 0.0, 0.0, 1e-6)
+    return cache, (cache.launcher, *tensors, *figures)
 
 
 def test_the_op_keeps_what_torch_asks_of_one() -> None:
@@ -281,7 +301,7 @@ def test_the_op_keeps_what_torch_asks_of_one() -> None:
 def test_torch_compile_sees_one_op_and_gives_the_same() -> None:
     needs = replace(NEEDS, dtype=torch.float32, kv_dtype=torch.float32)
     _cache, arguments = _op_arguments(needs, ShimDevice())
-    projected, out = arguments[:2]
+    number, projected, out = arguments[:3]
     graphs: list[torch.fx.GraphModule] = []
 
     def keep(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Any:
@@ -289,7 +309,7 @@ def test_torch_compile_sees_one_op_and_gives_the_same() -> None:
         return graph.forward
 
     def layer(projected: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        ops.paged_attention(2 * projected, out, *arguments[2:])
+        ops.paged_attention(number, 2 * projected, out, *arguments[3:])
         return out + 1
 
     eager = layer(projected, out.clone())

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, Self
 
 import torch
 
-from kernels.instances import Instance
+from kernels.instances import FP8, Instance
 from services.executor.architecture import Architecture
 from services.executor.device import Device
 
@@ -94,9 +95,11 @@ class Rotary:
     """[tokens, angles] float32"""
     sin: torch.Tensor
     q_gain: torch.Tensor | None = None
-    """[head_dim] float32"""
+    """[head_dim] in the model's dtype"""
     k_gain: torch.Tensor | None = None
     epsilon: float = 0.0
+    gain_offset: float = 0.0
+    """added to the gains: 1 where a family stores them around 0"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +143,7 @@ class AttentionStep(Protocol):
 
         projected [tokens, heads + 2 * kv_heads, head_dim]: a token's query heads, its key heads, its value heads, as
         the layer's products gave them; with `rotary` None they are what attends and is kept. out [tokens, heads,
-        head_dim] is written. In the model's dtype, contiguous.
+        head_dim] is written. In the model's dtype, contiguous. `projected` may be overwritten.
         """
 
 
@@ -157,6 +160,28 @@ class KvCache(Protocol):
         """The steps within are typical ones; where keys and values are kept with fixed scales, they set these."""
 
 
+def shared_refusals(needs: Needs, *, kv_dtypes: Collection[torch.dtype], graphs: bool) -> list[str]:
+    """What a backend that keeps KV in one of `kv_dtypes` cannot serve; `graphs`: its steps can be captured."""
+    reasons = []
+    if needs.kv_dtype not in kv_dtypes:
+        reasons.append(f"kv_dtype is {_either(kv_dtypes)}, not {dtype_name(needs.kv_dtype)}")
+    if needs.heads % needs.kv_heads:
+        reasons.append(f"{needs.heads} query heads are no multiple of {needs.kv_heads} kv heads")
+    if needs.graphs and not graphs:
+        reasons.append("its steps cannot be captured in CUDA graphs")
+    return reasons
+
+
+def _either(kv_dtypes: Collection[torch.dtype]) -> str:
+    names = [dtype_name(dtype) for dtype in kv_dtypes]
+    return f"one of {', '.join(names)}" if len(names) > 2 else " or ".join(names)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As people, config.json and the kernels know it."""
+    return FP8 if dtype == torch.float8_e4m3fn else str(dtype).removeprefix("torch.")
+
+
 class AttentionBackend(Protocol):
     """Makes the KV tensors, writes new keys and values into their blocks and attends to a row's tokens, causally."""
 
@@ -169,6 +194,7 @@ class AttentionBackend(Protocol):
 
     def instances(self, needs: Needs) -> list[Instance]:
         """CUDA kernels that it launches."""
+        return []
 
     def allocate(self, needs: Needs, layers: int, num_blocks: int, on: Device | None = None) -> KvCache:
         """KV tensors on a device, None being the CPU; not initialized: no slot is read before it is written."""

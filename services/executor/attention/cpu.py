@@ -9,8 +9,15 @@ import numpy as np
 import torch
 
 from kernels.cpu import kv_cache, paged_attention
-from kernels.instances import Instance
-from services.executor.attention.contract import Needs, Rotary, Scores, StepShape
+from services.executor.attention.contract import (
+    AttentionBackend,
+    Needs,
+    Rotary,
+    Scores,
+    StepShape,
+    dtype_name,
+    shared_refusals,
+)
 from services.executor.device import Device
 
 _STORED = {torch.float32: np.dtype(np.float32), torch.bfloat16: np.dtype(np.uint16), torch.int8: np.dtype(np.int8)}
@@ -18,7 +25,7 @@ _STORED = {torch.float32: np.dtype(np.float32), torch.bfloat16: np.dtype(np.uint
 _NO_ANGLES, _NO_GAIN = np.zeros((1, 0), np.float32), np.zeros(0, np.float32)
 
 
-class CpuBackend:
+class CpuBackend(AttentionBackend):
     """Arithmetic in float32 on any CPU; any head size, block size, window and soft cap, whole groups of heads."""
 
     name = "cpu-numba"
@@ -29,17 +36,8 @@ class CpuBackend:
         if needs.device != "cpu":
             reasons.append(f"runs on cpu, not on {needs.device}")
         if needs.dtype != torch.float32:
-            reasons.append(f"dtype is float32 alone, not {_name(needs.dtype)}")
-        if needs.kv_dtype not in _STORED:
-            reasons.append(f"kv_dtype is one of {', '.join(map(_name, _STORED))}, not {_name(needs.kv_dtype)}")
-        if needs.heads % needs.kv_heads:
-            reasons.append(f"{needs.heads} query heads are no multiple of {needs.kv_heads} kv heads")
-        if needs.graphs:
-            reasons.append("its steps cannot be captured in CUDA graphs")
-        return reasons
-
-    def instances(self, needs: Needs) -> list[Instance]:
-        return []
+            reasons.append(f"dtype is float32 alone, not {dtype_name(needs.dtype)}")
+        return reasons + shared_refusals(needs, kv_dtypes=_STORED, graphs=self.graphs)
 
     def allocate(self, needs: Needs, layers: int, num_blocks: int, on: Device | None = None) -> CpuKvCache:
         return CpuKvCache(needs, layers, num_blocks)
@@ -115,8 +113,6 @@ def _arrays(
     if rotary is None:
         return _NO_ANGLES, _NO_ANGLES, _NO_GAIN, _NO_GAIN, 0.0
     q_gain, k_gain = (_NO_GAIN if gain is None else gain.numpy() for gain in (rotary.q_gain, rotary.k_gain))
+    if rotary.gain_offset:
+        q_gain, k_gain = q_gain + rotary.gain_offset, k_gain + rotary.gain_offset
     return rotary.cos.numpy(), rotary.sin.numpy(), q_gain, k_gain, rotary.epsilon
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

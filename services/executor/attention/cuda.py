@@ -9,11 +9,20 @@ from functools import lru_cache
 import torch
 
 from kernels import instances, launch
-from kernels.cache_rope import CacheRope
+from kernels.cache_rope import ANGLES_UNIT, CacheRope
 from kernels.cubins import architecture_for
 from kernels.instances import Instance
 from services.executor.attention import ops
-from services.executor.attention.contract import DeviceStepShape, Needs, Rotary, Scores, StepShape
+from services.executor.attention.contract import (
+    AttentionBackend,
+    DeviceStepShape,
+    Needs,
+    Rotary,
+    Scores,
+    StepShape,
+    dtype_name,
+    shared_refusals,
+)
 from services.executor.attention.reference import turned
 from services.executor.device import Device
 
@@ -25,7 +34,7 @@ _HEADROOM = 2.0
 """Room over what was measured, for what other prompts bring."""
 
 
-class CudaBackend:
+class CudaBackend(AttentionBackend):
     """Tensor cores for float16 and bfloat16; float32 through the reference kernel, which is slow.
 
     Any window, soft cap, block size and number of query heads a kv head.
@@ -42,21 +51,17 @@ class CudaBackend:
             told = "unknown" if needs.capability is None else f"{needs.capability // 10}.{needs.capability % 10}"
             reasons.append(f"there are kernels for compute capability 8.0 and later, this device's is {told}")
         if needs.dtype not in _DTYPES:
-            reasons.append(f"dtype is one of {', '.join(map(_name, _DTYPES))}, not {_name(needs.dtype)}")
-        if needs.kv_dtype not in (needs.dtype, FP8):
-            reasons.append(f"kv_dtype is {_name(needs.dtype)} or float8_e4m3, not {_name(needs.kv_dtype)}")
-        elif needs.kv_dtype == FP8 and needs.dtype == torch.float32:
+            reasons.append(f"dtype is one of {', '.join(map(dtype_name, _DTYPES))}, not {dtype_name(needs.dtype)}")
+        if needs.kv_dtype == FP8 and needs.dtype == torch.float32:
             reasons.append("kv_dtype float8_e4m3 goes with float16 and bfloat16, not with float32")
         elif needs.kv_dtype == FP8 and (needs.capability or 0) < instances.FP8_FROM:
             reasons.append("kv_dtype float8_e4m3 needs compute capability 8.9 or later")
         if needs.head_dim not in instances.HEAD_DIMS:
             reasons.append(f"heads have {', '.join(map(str, instances.HEAD_DIMS))} dimensions, not {needs.head_dim}")
-        if needs.heads % needs.kv_heads:
-            reasons.append(f"{needs.heads} query heads are no multiple of {needs.kv_heads} kv heads")
-        return reasons
+        return reasons + shared_refusals(needs, kv_dtypes=(needs.dtype, FP8), graphs=self.graphs)
 
     def instances(self, needs: Needs) -> list[Instance]:
-        dtype, kv_dtype, dim = _name(needs.dtype), _name(needs.kv_dtype), needs.head_dim
+        dtype, kv_dtype, dim = dtype_name(needs.dtype), dtype_name(needs.kv_dtype), needs.head_dim
         write = instances.cache_rope(dtype, kv_dtype, dim)
         if needs.dtype == torch.float32:
             return [write, instances.reference(dtype, dim)]
@@ -112,9 +117,11 @@ class CudaKvCache:
         self.scales.copy_(torch.exp2(torch.log2(wanted).ceil().clamp(min=-60)))
         self._measured = None
 
-    def measure(self, layer: int, projected: torch.Tensor) -> None:
+    def measure(self, layer: int, projected: torch.Tensor, rotary: Rotary | None) -> None:
         """Within `calibrating`: takes note of a layer's keys and values."""
         if self._measured is not None:
+            if rotary is not None:
+                projected = turned(projected, self._needs.heads, rotary)
             most = projected[:, self._needs.heads :].abs().amax(dim=(0, 2)).float()
             measured = self._measured[:, layer]
             measured.copy_(torch.maximum(measured, most.view(2, self._needs.kv_heads)))
@@ -131,22 +138,35 @@ class CudaStep:
         self, layer: int, projected: torch.Tensor, rotary: Rotary | None, scores: Scores, out: torch.Tensor
     ) -> None:
         cache, shape = self._cache, self._shape
-        if rotary is not None:
-            projected = turned(projected, out.shape[1], rotary)
-        cache.measure(layer, projected)
+        if rotary is not None and not _kernel_turns(rotary, projected):
+            projected, rotary = turned(projected, out.shape[1], rotary), None
+        cache.measure(layer, projected, rotary)
+        cos, sin, q_gain, k_gain = (rotary.cos, rotary.sin, rotary.q_gain, rotary.k_gain) if rotary else 4 * (None,)
         scales = (None, None) if cache.scales is None else (cache.scales[0, layer], cache.scales[1, layer])
         ops.paged_attention(
-            projected, out, cache.keys[layer], cache.values[layer], *scales, shape.places, shape.tables, shape.slots,
-            shape.query_starts, shape.contexts, cache.launcher, shape.leading, shape.most_tokens, shape.most_context,
-            scores.scale, scores.window_tokens or 0, scores.soft_cap or 0.0,
+            cache.launcher, projected, out, cache.keys[layer], cache.values[layer], *scales, cos, sin, q_gain, k_gain,
+            shape.places, shape.tables, shape.slots, shape.query_starts, shape.contexts, shape.leading,
+            shape.most_tokens, shape.most_context, scores.scale, scores.window_tokens or 0, scores.soft_cap or 0.0,
+            rotary.gain_offset if rotary else 0.0, rotary.epsilon if rotary else 0.0,
         )  # fmt: skip
+
+
+def _kernel_turns(rotary: Rotary, projected: torch.Tensor) -> bool:
+    """Whether cache_rope can: others are turned by torch before it."""
+    gains = [gain for gain in (rotary.q_gain, rotary.k_gain) if gain is not None]
+    return (
+        rotary.cos.shape[1] % ANGLES_UNIT == 0
+        and rotary.cos.dtype == rotary.sin.dtype == torch.float32
+        and rotary.cos.stride() == rotary.sin.stride() == (rotary.cos.shape[1], 1)
+        and all(gain.dtype == projected.dtype for gain in gains)
+    )
 
 
 class KernelLauncher:
     """The kernels that one model needs; an ops.Launcher."""
 
     def __init__(self, needs: Needs, device: Device) -> None:
-        dtype, kv_dtype, dim = _name(needs.dtype), _name(needs.kv_dtype), needs.head_dim
+        dtype, kv_dtype, dim = dtype_name(needs.dtype), dtype_name(needs.kv_dtype), needs.head_dim
         self._needs = needs
         self._multiprocessors = device.multiprocessors
         self._write = CacheRope(device.kernels, dtype=dtype, kv_dtype=kv_dtype, head_dim=dim)
@@ -165,86 +185,83 @@ class KernelLauncher:
             )
         )
 
-    def attend(
-        self,
-        projected: torch.Tensor,
-        out: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        key_scales: torch.Tensor | None,
-        value_scales: torch.Tensor | None,
-        places: torch.Tensor,
-        tables: torch.Tensor,
-        slots: torch.Tensor,
-        query_starts: torch.Tensor,
-        contexts: torch.Tensor,
-        leading: int,
-        most_tokens: int,
-        most_context: int,
-        scale: float,
-        window: int,
-        cap: float,
-    ) -> None:
+    def attend(self, call: ops.Call) -> None:
         """As ops.paged_attention."""
-        needs, rows = self._needs, len(contexts)
+        needs, rows, projected, out = self._needs, len(call.contexts), call.projected, call.out
         cache: dict[str, int | float] = {
-            "keys": keys.data_ptr(),
-            "values": values.data_ptr(),
-            "key_scales": _address(key_scales),
-            "value_scales": _address(value_scales),
-            "block_stride": keys.stride(0),
-            "head_stride": keys.stride(1),
+            "keys": call.keys.data_ptr(),
+            "values": call.values.data_ptr(),
+            "key_scales": _address(call.key_scales),
+            "value_scales": _address(call.value_scales),
+            "block_stride": call.keys.stride(0),
+            "head_stride": call.keys.stride(1),
             "block_tokens": needs.block_tokens,
         }
-        self._cache(projected, places, cache)
+        self._cache(call, cache)
         fields = cache | {
             "out": out.data_ptr(),
             "query": projected.data_ptr(),
             "out_stride": out.stride(0),
             "query_stride": projected.stride(0),
-            "tables": tables.data_ptr(),
-            "table_stride": tables.stride(0),
-            "slots": slots.data_ptr(),
-            "contexts": contexts.data_ptr(),
+            "tables": call.tables.data_ptr(),
+            "table_stride": call.tables.stride(0),
+            "slots": call.slots.data_ptr(),
+            "contexts": call.contexts.data_ptr(),
             "heads": needs.heads,
             "group": needs.heads // needs.kv_heads,
-            "window": window,
-            "scale": scale,
-            "cap": cap,
+            "window": call.window,
+            "scale": call.scale,
+            "cap": call.cap,
         }
         if needs.dtype == torch.float32:
-            self._reference.params.set(**fields, query_starts=query_starts.data_ptr(), rows=rows)
+            self._reference.params.set(**fields, query_starts=call.query_starts.data_ptr(), rows=rows)
             self._reference(len(projected))
             return
+        leading = call.leading
         if leading:
-            seen = min(most_context, window) if window else most_context
+            seen = min(call.most_context, call.window) if call.window else call.most_context
             self._of_one_token(fields, leading, -(-seen // launch.SPLIT_KEYS), out)
         if leading < rows:
             # Token numbers in query_starts count from the batch's first token, so queries and out stay where they are.
             self._prefill.params.set(**fields)
             self._prefill.params.set(
-                query_starts=query_starts[leading:].data_ptr(),
-                slots=slots[leading:].data_ptr(),
-                contexts=contexts[leading:].data_ptr(),
+                query_starts=call.query_starts[leading:].data_ptr(),
+                slots=call.slots[leading:].data_ptr(),
+                contexts=call.contexts[leading:].data_ptr(),
                 rows=rows - leading,
             )
-            self._prefill(most_tokens)
+            self._prefill(call.most_tokens)
 
-    def _cache(self, projected: torch.Tensor, places: torch.Tensor, cache: dict[str, int | float]) -> None:
-        """Writes keys and values, which need no turning any more."""
-        needs, head_bytes = self._needs, self._needs.head_dim * projected.element_size()
+    def _cache(self, call: ops.Call, cache: dict[str, int | float]) -> None:
+        """Turns queries in place and keys on their way into the cache, and writes these and values.
+
+        Without angles queries are not touched.
+        """
+        needs, projected, cos = self._needs, call.projected, call.cos
+        head_bytes = needs.head_dim * projected.element_size()
         key = projected.data_ptr() + needs.heads * head_bytes
         self._write.params.set(
             **cache,
+            query=projected.data_ptr(),
+            query_out=projected.data_ptr(),
             key=key,
             value=key + needs.kv_heads * head_bytes,
+            query_stride=projected.stride(0),
+            query_out_stride=projected.stride(0),
             key_stride=projected.stride(0),
             value_stride=projected.stride(0),
-            places=places.data_ptr(),
+            places=call.places.data_ptr(),
             tokens=len(projected),
-            heads=0,
+            heads=0 if cos is None else needs.heads,
             kv_heads=needs.kv_heads,
-            rotary_dim=0,
+            rotary_dim=0 if cos is None else cos.shape[1],
+            cos=_address(cos),
+            sin=_address(call.sin),
+            angle_stride=0 if cos is None else cos.stride(0),
+            query_norm=_address(call.query_gain),
+            key_norm=_address(call.key_gain),
+            norm_offset=call.gain_offset,
+            epsilon=call.epsilon,
         )
         self._write()
 
@@ -275,8 +292,3 @@ def _has_kernels(capability: int | None) -> bool:
 
 def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def _name(dtype: torch.dtype) -> str:
-    """As kernels know it."""
-    return instances.FP8 if dtype == FP8 else str(dtype).removeprefix("torch.")

@@ -28,7 +28,8 @@ class ReferenceStep:
         weights = torch.einsum("qhd,khd->hqk", q, k) * scores.scale
         if scores.soft_cap is not None:
             weights = scores.soft_cap * torch.tanh(weights / scores.soft_cap)
-        distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
+        at = torch.arange(len(q), device=q.device)
+        distance = at[:, None] - at
         seen = (distance >= 0) & (distance < (scores.window_tokens or len(q)))
         weights = weights.masked_fill(~seen, -torch.inf).softmax(-1)
         out.copy_(torch.einsum("hqk,khd->qhd", weights, v))
@@ -45,7 +46,7 @@ def turned(projected: torch.Tensor, heads: int, rotary: Rotary) -> torch.Tensor:
 def placed(x: torch.Tensor, gain: torch.Tensor | None, rotary: Rotary) -> torch.Tensor:
     """Heads [tokens, heads, head_dim] after the norm, where there is a gain, and the rotation."""
     if gain is not None:
-        x = torch.nn.functional.rms_norm(x, x.shape[-1:], gain, rotary.epsilon)
+        x = torch.nn.functional.rms_norm(x, x.shape[-1:], gain.to(x.dtype) + rotary.gain_offset, rotary.epsilon)
     angles = rotary.cos.shape[1]
     moved, kept = x[..., :angles], x[..., angles:]
     first, second = moved.chunk(2, dim=-1)

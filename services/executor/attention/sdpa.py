@@ -7,15 +7,22 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from kernels.instances import Instance
-from services.executor.attention.contract import Needs, Rotary, Scores, StepShape
+from services.executor.attention.contract import (
+    AttentionBackend,
+    Needs,
+    Rotary,
+    Scores,
+    StepShape,
+    dtype_name,
+    shared_refusals,
+)
 from services.executor.attention.reference import turned
 from services.executor.device import Device
 
 _KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class SdpaBackend:
+class SdpaBackend(AttentionBackend):
     """torch's scaled_dot_product_attention, and its formula written out where scores are bent by a soft cap.
 
     Reads the step's tables back from the device, so that the host waits in every layer.
@@ -27,17 +34,8 @@ class SdpaBackend:
     def refusals(self, needs: Needs) -> list[str]:
         reasons = []
         if not needs.dtype.is_floating_point:
-            reasons.append(f"dtype is a floating-point type, not {_name(needs.dtype)}")
-        if needs.kv_dtype not in _KV_DTYPES:
-            reasons.append(f"kv_dtype is one of {', '.join(map(_name, _KV_DTYPES))}, not {_name(needs.kv_dtype)}")
-        if needs.heads % needs.kv_heads:
-            reasons.append(f"{needs.heads} query heads are no multiple of {needs.kv_heads} kv heads")
-        if needs.graphs:
-            reasons.append("its steps cannot be captured in CUDA graphs")
-        return reasons
-
-    def instances(self, needs: Needs) -> list[Instance]:
-        return []
+            reasons.append(f"dtype is a floating-point type, not {dtype_name(needs.dtype)}")
+        return reasons + shared_refusals(needs, kv_dtypes=_KV_DTYPES, graphs=self.graphs)
 
     def allocate(self, needs: Needs, layers: int, num_blocks: int, on: Device | None = None) -> SdpaKvCache:
         return SdpaKvCache(needs, layers, num_blocks, torch.device("cpu") if on is None else on.torch_device)
@@ -112,7 +110,3 @@ def _row(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores
         bent = scores.soft_cap * torch.tanh(q.float() @ k.float().mT * (scores.scale / scores.soft_cap))
         made = (bent.masked_fill(~seen, -torch.inf).softmax(-1) @ v.float()).to(q.dtype)
     return made.transpose(0, 1)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

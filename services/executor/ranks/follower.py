@@ -15,14 +15,16 @@ from triptych.executor.v1 import executor_pb2 as pb
 
 from services.common import logs
 from services.common.errors import StartError
-from services.executor import loader, memory, wire
+from services.executor import devices, loader, memory, wire
 from services.executor.batch import ScoredSpan
+from services.executor.device import Device
 from services.executor.executor import Executor
 from services.executor.logprobs import Logprobs
 from services.executor.plan import BadPlanError, Settings
 from services.executor.ranks import layers
+from services.executor.ranks.device_following import FollowingDeviceExecutor
 from services.executor.ranks.division import Shard
-from services.executor.ranks.group import Group
+from services.executor.ranks.group import Group, group_of_children
 from services.executor.ranks.messages import AbandonedError, Channel, EndedError, Kind, to_column
 from services.executor.sampler import Masks, Sampled, Sampler
 from services.executor.sampling_columns import SampleRows
@@ -42,8 +44,12 @@ class Place:
     timeout_s: float
     rendezvous_fd: int
     """Of ranks that rank 0 has started; -1 for one with a connection of its own."""
-    device: str = "cpu"
     log_format: str = "text"
+    device: str = "cpu"
+    """As --device says it; the fields below go with one that is not the CPU."""
+    kernels: str = ""
+    compile_mode: str = "auto"
+    kv_memory_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -61,18 +67,27 @@ class LeftError(Exception):
 class Follower:
     """Serves one `Channel` to rank 0 until that ends."""
 
-    def __init__(self, place: Place, channel: Channel, apart: Apart | None = None) -> None:
+    def __init__(
+        self, place: Place, channel: Channel, apart: Apart | None = None, device: Device | None = None
+    ) -> None:
+        """`device` where it is made already; None: it is as `place` says."""
         self._place = place
         self._channel = channel
         self._apart = apart
         self._group: Group | None = None
         self._available_bytes = 0
-        self._executor = self._fresh()
+        self._device = device
+        self._executor: Executor | None = None
 
     def run(self) -> None:
         """Returns when rank 0 ends in order. Raises LeftError when it ends otherwise, and what this rank cannot go on
         from, after it has told rank 0."""
         try:
+            if self._device is None:
+                self._device = devices.choose(
+                    self._place.device, Path(built) if (built := self._place.kernels) else None
+                )
+            self._executor = self._fresh()
             self._channel.send(Kind.READY)
             while True:
                 self._do(*self._channel.receive())
@@ -87,9 +102,21 @@ class Follower:
             raise
 
     def _fresh(self) -> Executor:
+        place = self._place
+        if self._device is not None:
+            return FollowingDeviceExecutor(
+                Path(place.path),
+                channel=self._channel,
+                group=lambda: self._group,
+                device=self._device,
+                threads=place.threads,
+                kv_memory_bytes=place.kv_memory_bytes if self._apart is None else self._apart.kv_memory_bytes,
+                shard_of=self._shard,
+                compile_mode=place.compile_mode,
+            )
         return Executor(
-            Path(self._place.path),
-            threads=self._place.threads,
+            Path(place.path),
+            threads=place.threads,
             kv_memory_bytes=None if self._apart is None else self._apart.kv_memory_bytes,
             load=self._load_shard,
             sampler=lambda vocab_size: _Told(vocab_size, self._channel),
@@ -97,25 +124,34 @@ class Follower:
         )
 
     def _do(self, kind: Kind, body: bytes) -> None:
+        executor = self._executor
+        if executor is None:
+            raise RuntimeError("told something before it is ready")
         if kind == Kind.LOAD:
-            self._load(**json.loads(body))
+            self._load(executor, **json.loads(body))
         elif kind == Kind.UNLOAD:
+            executor.unload()
             self._executor = self._fresh()
             self._channel.send(Kind.DONE)
         elif kind == Kind.ALLOCATE:
             blocks = json.loads(body)
-            if self._apart is None:
-                self._executor.grant_kv(blocks["kv_bytes"])
-            self._executor.allocate(blocks["num_blocks"])
+            if self._apart is None and self._device is None:
+                executor.grant_kv(blocks["kv_bytes"])
+            executor.allocate(blocks["num_blocks"])
             self._channel.send(Kind.DONE)
         elif kind == Kind.PLAN:
             # Rank 0 holds the same batch, so what is bad here is bad there: it abandons the step.
             with contextlib.suppress(BadPlanError, AbandonedError):
-                self._executor.execute(wire.plan(pb.StepPlan.FromString(body)))
+                plan = wire.plan(pb.StepPlan.FromString(body))
+                executor.launch(plan)
         elif kind == Kind.ABANDONED:
             pass  # it was bad here too
         elif kind == Kind.RESET:
-            self._executor.reset()
+            executor.reset()
+        elif kind == Kind.SETTLED and isinstance(executor, FollowingDeviceExecutor):
+            executor.settle_oldest()
+        elif kind == Kind.MEASURE and isinstance(executor, FollowingDeviceExecutor):
+            self._measure(executor)
         elif kind == Kind.LOG_LEVEL:
             with contextlib.suppress(ValueError):  # a logger that only rank 0 has
                 logs.levels().set(**json.loads(body))
@@ -124,16 +160,34 @@ class Follower:
         else:
             raise RuntimeError(f"{kind.name} came between steps: the ranks are out of step")
 
-    def _load(self, settings: dict[str, int], dtype: str, kv_dtype: str, available_bytes: int) -> None:
+    def _measure(self, executor: FollowingDeviceExecutor) -> None:
+        try:
+            kv_bytes = executor.measure()
+        except StartError as error:
+            self._channel.send(Kind.REFUSED, str(error).encode())
+        else:
+            self._channel.send_json(Kind.MEASURED, kv_bytes=kv_bytes)
+
+    def _load(
+        self,
+        executor: Executor,
+        settings: dict[str, int],
+        dtype: str,
+        kv_dtype: str,
+        available_bytes: int,
+        graph_sizes: list[int] | None = None,
+    ) -> None:
         if self._group is None:
             self._group = self._connect()
+        if isinstance(executor, FollowingDeviceExecutor):
+            executor.capture_as(graph_sizes)
         self._available_bytes = available_bytes if self._apart is None else memory.available_bytes()
 
         def report(progress: loader.Progress) -> None:
             self._channel.send_json(Kind.PROGRESS, **asdict(progress))
 
         try:
-            facts = self._executor.load(
+            facts = executor.load(
                 Settings(**settings), getattr(torch, dtype), "", report, kv_dtype=getattr(torch, kv_dtype)
             )
         except StartError as error:
@@ -146,12 +200,15 @@ class Follower:
         if self._apart is not None:
             return self._apart.connect()
         place = self._place
-        return Group.of_children(place.rendezvous_fd, place.rank, place.size, place.timeout_s, place.device)
+        return group_of_children(place.rendezvous_fd, place.rank, place.size, place.timeout_s, self._device)
+
+    def _shard(self, available_bytes: int) -> Shard:
+        return Shard(self._place.rank, self._place.size, available_bytes, own_files=self._apart is not None)
 
     def _load_shard(
         self, path: Path, dtype: torch.dtype, report: loader.Report, expected_hash: str
     ) -> loader.Checkpoint:
-        shard = Shard(self._place.rank, self._place.size, self._available_bytes, own_files=self._apart is not None)
+        shard = self._shard(self._available_bytes)
         return load_connected(path, dtype, report, expected_hash, shard, self._group)
 
     def _score(self, spans: Sequence[ScoredSpan], hidden: torch.Tensor, head: Head, vocab_size: int) -> Scored:

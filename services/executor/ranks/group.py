@@ -8,14 +8,16 @@ elsewhere meet at a store that rank 0 listens for (joining.py).
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed
 
 from services.common.errors import StartError
+from services.executor.device import Device
 from services.executor.ranks.interfaces import interface_of
 
 _c10d: Any = torch.distributed  # its stubs lack what is used here
@@ -23,8 +25,6 @@ LOOPBACK = "127.0.0.1"
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 """What carries sums between ranks, by the device that holds the weights."""
-RANKS_DEVICE = "cpu"
-"""That of ranks; no other is served yet."""
 
 
 class Group:
@@ -44,11 +44,6 @@ class Group:
         self._timeout = timedelta(seconds=timeout_s)
         self._processes = _PROCESS_GROUPS[backend(device)](store, rank, size, self._timeout, address)
 
-    @classmethod
-    def of_children(cls, rendezvous_fd: int, rank: int, size: int, timeout_s: float, device: str = "cpu") -> Group:
-        """On one machine, over loopback; `rendezvous_fd` is a memory file, the same for all ranks."""
-        return cls(_c10d.FileStore(f"/proc/self/fd/{rendezvous_fd}", size), rank, size, timeout_s, device=device)
-
     def add(self, x: torch.Tensor) -> None:
         """Makes `x`, contiguous, the sum over the ranks, in place. Raises RuntimeError when a rank is lost or late."""
         self._processes.allreduce([x]).wait(self._timeout)
@@ -66,6 +61,48 @@ class Group:
         for wait in waits:
             wait.wait(self._timeout)
         return torch.cat(parts, dim=-1)
+
+
+def group_of_children(
+    rendezvous_fd: int, rank: int, size: int, timeout_s: float, device: Device | None = None
+) -> Group:
+    """On one machine, over loopback; `rendezvous_fd` is a memory file, the same for all ranks."""
+    return group_of(device)(_c10d.FileStore(f"/proc/self/fd/{rendezvous_fd}", size), rank, size, timeout_s)
+
+
+class DeviceGroup(Group):
+    """The same, queued on the device behind what computes `x`: where the backend is the device's own, nothing waits on
+    the host, and what is called can be captured in a graph.
+
+    A rank that is lost is then not heard of here: the work behind it never ends, which the step's deadline finds.
+    """
+
+    def add(self, x: torch.Tensor) -> None:
+        """As Group's."""
+        self._processes.allreduce([x]).wait()
+
+    def gather(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        """x [..., widths[rank]] -> [..., sum of widths] on every rank: one exchange of equal parts, since what two
+        ranks send each other apart takes turns."""
+        most = max(widths)
+        own = torch.nn.functional.pad(x, (0, most - x.shape[-1])).contiguous()
+        every = own.new_empty(self.size * own.numel())
+        self._processes._allgather_base(every, own.view(-1)).wait()
+        parts = every.view(self.size, *own.shape)
+        return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], dim=-1)
+
+    def share(self, x: torch.Tensor) -> None:
+        """Makes `x`, contiguous, what it is on rank 0."""
+        options = _c10d.BroadcastOptions()
+        options.rootRank = 0
+        self._processes.broadcast([x], options).wait()
+
+
+def group_of(device: Device | None) -> Callable[..., Group]:
+    """What makes a Group for tensors on `device`, None being the CPU; it takes the arguments of Group but `device`."""
+    if device is None:
+        return Group
+    return partial(DeviceGroup, device=device.torch_device.type)
 
 
 def backend(device: str) -> str:

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,11 @@ import torch.distributed
 from services.common.errors import StartError
 from services.common.server import Server
 from services.executor.config import ExecutorConfig
+from services.executor.device import Device
 from services.executor.memory import Threads
 from services.executor.ranks import meeting
 from services.executor.ranks.follower import Apart, Follower, LeftError, Place
-from services.executor.ranks.group import RANKS_DEVICE, Group
+from services.executor.ranks.group import Group, group_of
 from services.executor.ranks.meeting import Hello
 from services.executor.ranks.messages import Channel, Kind
 
@@ -36,17 +37,17 @@ _c10d: Any = torch.distributed  # its stubs lack what is used here
 _RETRY_S = 0.5
 
 
-def run(path: Path, settings: ExecutorConfig, threads: Threads) -> None:
+def run(path: Path, settings: ExecutorConfig, threads: Threads, device: Device | None = None) -> None:
     """Returns when rank 0 ends in order, or after a signal. Raises StartError when the group ends otherwise."""
-    asyncio.run(_serve(path, settings, threads))
+    asyncio.run(_serve(path, settings, threads, device))
 
 
-async def _serve(path: Path, settings: ExecutorConfig, threads: Threads) -> None:
+async def _serve(path: Path, settings: ExecutorConfig, threads: Threads, device: Device | None) -> None:
     server = Server(settings.host, settings.port)
     await server.start([])
     await server.health.set_ready(True)
     log.info("serving health of rank %d on %s:%d", settings.tp_rank, settings.host, server.port)
-    following = asyncio.wrap_future(_in_thread(path, settings, threads))
+    following = asyncio.wrap_future(_in_thread(path, settings, threads, device))
     # Signalled with its group, it serves on until rank 0 has ended the steps in flight.
     serving = asyncio.create_task(server.run(lambda: _until(following), drain_s=settings.drain_s))
     await asyncio.wait({serving, following}, return_when=asyncio.FIRST_COMPLETED)
@@ -61,13 +62,13 @@ async def _until(following: asyncio.Future[None]) -> None:
     await asyncio.wait({following})
 
 
-def _in_thread(path: Path, settings: ExecutorConfig, threads: Threads) -> Future[None]:
+def _in_thread(path: Path, settings: ExecutorConfig, threads: Threads, device: Device | None) -> Future[None]:
     """Done when the rank is: a thread that hangs in a sum must not keep the process."""
     done: Future[None] = Future()
 
     def work() -> None:
         try:
-            _follow(path, settings, threads)
+            _follow(path, settings, threads, device)
         except BaseException as error:
             done.set_exception(error)
         else:
@@ -77,14 +78,17 @@ def _in_thread(path: Path, settings: ExecutorConfig, threads: Threads) -> Future
     return done
 
 
-def _follow(path: Path, settings: ExecutorConfig, threads: Threads) -> None:
+def _follow(path: Path, settings: ExecutorConfig, threads: Threads, device: Device | None) -> None:
     rank, size = settings.tp_rank or 0, settings.tp_size
-    joined = join(str(settings.tp_rendezvous), Hello.of(path, rank, size), settings.rank_timeout_s)
+    hello = Hello.of(path, rank, size, "cpu" if device is None else device.kind)
+    joined = join(str(settings.tp_rendezvous), hello, settings.rank_timeout_s)
     log.info("rank %d of %d has joined rank 0 at %s", rank, size, settings.tp_rendezvous)
-    place = Place(str(path), rank, size, threads.count, joined.timeout_s, -1, RANKS_DEVICE)
-    apart = Apart(lambda: joined.connect(rank, size, RANKS_DEVICE), settings.kv_memory_bytes)
+    place = Place(str(path), rank, size, threads.count, joined.timeout_s, -1)
+    if device is not None:
+        place = replace(place, device=device.name, compile_mode=settings.compile)
+    apart = Apart(lambda: joined.connect(rank, size, device), settings.kv_memory_bytes)
     try:
-        Follower(place, joined.channel, apart).run()
+        Follower(place, joined.channel, apart, device).run()
     except LeftError as error:
         raise StartError(f"{error}; rank {rank} ends with its group, start it again") from error
     except Exception as error:
@@ -102,11 +106,11 @@ class Joined:
         self._own_ip = own_ip
         self._store = (rank_0_ip, store_port)
 
-    def connect(self, rank: int, size: int, device: str) -> Group:
+    def connect(self, rank: int, size: int, device: Device | None = None) -> Group:
         """This rank's end of the collectives. It listens on the address by which it reaches rank 0."""
         timeout = timedelta(seconds=self.timeout_s)
         store = _c10d.TCPStore(*self._store, size, is_master=False, timeout=timeout, wait_for_workers=False)
-        return Group(store, rank, size, self.timeout_s, address=self._own_ip, device=device)
+        return group_of(device)(store, rank, size, self.timeout_s, address=self._own_ip)
 
 
 def join(address: str, hello: Hello, timeout_s: float) -> Joined:

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch.distributed
 
+from services.executor.device import Device
 from services.executor.plan import RanksLostError
 from services.executor.ranks import meeting
-from services.executor.ranks.group import Group
+from services.executor.ranks.group import Group, group_of
 from services.executor.ranks.meeting import Hello
 from services.executor.ranks.messages import Channel, Kind
 from services.executor.ranks.peers import Peer, Peers
@@ -33,10 +34,10 @@ _LOOK_S = 0.2
 class JoiningPeers(Peers):
     """Ranks that are awaited at `address`, HOST:PORT, the one place that is listened on until all have come."""
 
-    def __init__(self, path: Path, *, size: int, address: str, timeout_s: float, device: str = "cpu") -> None:
+    def __init__(self, path: Path, *, size: int, address: str, timeout_s: float, device: Device | None = None) -> None:
         """Listens at once, and waits on a thread of its own. Raises StartError where it cannot listen."""
         super().__init__(size, timeout_s, here=1, device=device)
-        self._own = Hello.of(path, 0, size)
+        self._own = Hello.of(path, 0, size, "cpu" if device is None else device.kind)
         self._address = address
         self._listener = meeting.listen(address)
         self._listener.settimeout(_LOOK_S)
@@ -63,7 +64,8 @@ class JoiningPeers(Peers):
 
     def connect(self) -> Group:
         """As Peers'."""
-        return Group(self._store, 0, self.size, self.timeout_s, address=self._own_ip, device=self.device)
+        make = group_of(self.device)
+        return make(self._store, 0, self.size, self.timeout_s, address=self._own_ip)
 
     def close(self) -> None:
         """As Peers'; also while ranks are still awaited."""

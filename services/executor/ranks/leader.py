@@ -49,13 +49,16 @@ class LeadingExecutor(Executor):
             sampler=lambda vocab_size: _Telling(vocab_size, peers),
             scorer=self._score,
         )
+        self._lead(peers)
+        self._asked_kv_bytes = kv_memory_bytes
+
+    def _lead(self, peers: Peers) -> None:
         self.tp_size = peers.size
         self._peers = peers
-        self._asked_kv_bytes = kv_memory_bytes
         self._group: Group | None = None
         self._available_bytes = 0
         self._block_bytes: Sequence[int] = ()  # by rank
-        self._kv_bytes: Sequence[int] = ()  # by rank
+        self._kv_bytes_by_rank: Sequence[int] = ()  # by rank
 
     @property
     def lost(self) -> Future[str]:
@@ -81,7 +84,7 @@ class LeadingExecutor(Executor):
         except StartError as error:
             if not self._block_bytes:
                 raise
-            block, kv = (", ".join(map(str, by_rank)) for by_rank in (self._block_bytes, self._kv_bytes))
+            block, kv = (", ".join(map(str, by_rank)) for by_rank in (self._block_bytes, self._kv_bytes_by_rank))
             raise StartError(
                 f"{error} of rank 0; by {self.tp_size} ranks a block takes {block} bytes, {sum(self._block_bytes)} in"
                 f" all, and {kv} are there for KV"
@@ -132,7 +135,7 @@ class LeadingExecutor(Executor):
         report: loader.Report,
         kv_dtype: torch.dtype,
     ) -> Facts:
-        self._available_bytes = memory.available_bytes() // self._peers.here
+        self._available_bytes = self._share_of_memory()
         if self._group is None:
             self._peers.wait_ready()
         self._peers.tell_json(
@@ -141,6 +144,7 @@ class LeadingExecutor(Executor):
             dtype=str(dtype).removeprefix("torch."),
             kv_dtype=str(kv_dtype).removeprefix("torch."),
             available_bytes=self._available_bytes,
+            **self._device_fields(),
         )
         if self._group is None:
             self._group = self._peers.connect()
@@ -167,13 +171,21 @@ class LeadingExecutor(Executor):
         self._peers.answers()
         raise _RefusedError("; ".join(refused))
 
+    def _share_of_memory(self) -> int:
+        """Bytes that each rank on this machine may take."""
+        return memory.available_bytes() // self._peers.here
+
+    def _device_fields(self) -> dict[str, Any]:
+        """What else a LOAD says where ranks have devices."""
+        return {}
+
     def _load_shard(
         self, path: Path, dtype: torch.dtype, report: loader.Report, expected_hash: str
     ) -> loader.Checkpoint:
         shard = Shard(0, self.tp_size, self._available_bytes)
         checkpoint = load_connected(path, dtype, report, expected_hash, shard, self._group)
         if checkpoint.division is not None:
-            _tell(checkpoint.division)
+            tell(checkpoint.division)
         return checkpoint
 
     def _grant(self, facts: Facts, loaded: Sequence[Mapping[str, Any]]) -> Facts:
@@ -181,20 +193,24 @@ class LeadingExecutor(Executor):
         counted in blocks."""
         here = self._peers.here
         share = memory.kv_budget_bytes(self._asked_kv_bytes, memory.available_bytes() // here, here)
+        return self._grant_least(facts, loaded, [share, *(told.get("kv_bytes", share) for told in loaded)])
+
+    def _grant_least(self, facts: Facts, loaded: Sequence[Mapping[str, Any]], kv_bytes: Sequence[int]) -> Facts:
+        """`kv_bytes` by rank."""
         self._block_bytes = [facts.block_bytes, *(told["block_bytes"] for told in loaded)]
-        self._kv_bytes = [share, *(told.get("kv_bytes", share) for told in loaded)]
-        blocks = min(kv // block for kv, block in zip(self._kv_bytes, self._block_bytes, strict=True))
+        self._kv_bytes_by_rank = kv_bytes
+        blocks = min(kv // block for kv, block in zip(self._kv_bytes_by_rank, self._block_bytes, strict=True))
         log.info(
             "loaded %s, weights %s, bytes for KV by rank: %s",
             self._path,
             facts.weights_hash[:12],
-            ", ".join(map(str, self._kv_bytes)),
+            ", ".join(map(str, self._kv_bytes_by_rank)),
         )
         # What rank 0 has room for more than another rank is nobody's.
-        return self.grant_kv(min(share, (blocks + 1) * facts.block_bytes - 1))
+        return self.grant_kv(min(kv_bytes[0], (blocks + 1) * facts.block_bytes - 1))
 
     def _allocate_all(self, num_blocks: int) -> None:
-        self._peers.tell_json(Kind.ALLOCATE, num_blocks=num_blocks, kv_bytes=self._kv_bytes[0])
+        self._peers.tell_json(Kind.ALLOCATE, num_blocks=num_blocks, kv_bytes=self._kv_bytes_by_rank[0])
         super().allocate(num_blocks)
         self._peers.answers()
 
@@ -271,7 +287,8 @@ class _Progress:
         self._report(loader.Progress(self._stage, done, total))
 
 
-def _tell(division: Division) -> None:
+def tell(division: Division) -> None:
+    """Logs what is divided."""
     size = division.shard.size
     log.info(
         "divided over %d ranks; rank 0 has %d query heads and %d kv heads%s",

@@ -42,11 +42,13 @@ class Hello:
     version: str
     """Of all that the ranks must have alike, as `versions` tells it."""
     config_hash: str
+    device: str = "cpu"
+    """The kind that its tensors lie on."""
 
     @classmethod
-    def of(cls, path: Path, rank: int, size: int) -> Hello:
+    def of(cls, path: Path, rank: int, size: int, device: str = "cpu") -> Hello:
         """This process, serving the checkpoint at `path`."""
-        return cls(rank, size, versions(), config_hash(path))
+        return cls(rank, size, versions(), config_hash(path), device)
 
 
 def versions() -> str:
@@ -63,6 +65,8 @@ def unfit(hello: Hello, own: Hello) -> str:
         return f"{who} is none of ranks 1 to {own.size - 1}, which rank 0 waits for; give each its own --tp-rank"
     if hello.version != own.version:
         return f"{who} has {hello.version}; rank 0 has {own.version}; install the same on both"
+    if hello.device != own.device:
+        return f"{who} is on {hello.device}, rank 0 on {own.device}; give both the same kind of --device"
     if hello.config_hash != own.config_hash:
         return (
             f"{who} has a config.json that hashes to {hello.config_hash}, rank 0's to {own.config_hash}; give both the"

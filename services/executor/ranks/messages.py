@@ -33,7 +33,7 @@ class Kind(IntEnum):
     FAILED_SLOTS = 5
     """[n] little-endian int64"""
     DRAWN = 6
-    """[rows] little-endian int64; -1 where a row failed"""
+    """[rows] little-endian int64; -1 where a row failed. Empty of ranks on devices, who hear it there."""
     ABANDONED = 7
     """Rank 0 has begun the step and does not end it; an epoch ends with it."""
     RESET = 8
@@ -43,7 +43,11 @@ class Kind(IntEnum):
     """Text: why that rank cannot be one of the group. The last it is told."""
     END = 11
     """Text: why the group is over; empty where rank 0 ends in order. The last a peer is told."""
-    LOG_LEVEL = 12
+    SETTLED = 12
+    """Rank 0 has taken in the oldest step that is not; of ranks on devices, which learn of it when rank 0 does."""
+    MEASURE = 13
+    """Every rank has its weights: what a step of full size takes is measured. Answered by MEASURED or REFUSED."""
+    LOG_LEVEL = 14
     """JSON: level, logger, duration_s."""
     # From a peer.
     READY = 16
@@ -58,6 +62,8 @@ class Kind(IntEnum):
     """Text: an error nobody expected. The last of a peer."""
     JOIN = 22
     """JSON: a Hello. The first of a rank that was started elsewhere."""
+    MEASURED = 23
+    """JSON: kv_bytes."""
 
 
 class AbandonedError(Exception):

@@ -12,18 +12,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
+from services.executor.device import Device
 from services.executor.plan import Int64s, RanksLostError
 from services.executor.ranks.follower import Place
-from services.executor.ranks.group import Group
+from services.executor.ranks.group import Group, group_of_children
 from services.executor.ranks.messages import Channel, Kind, of_column
 
 _START_S = 300.0
@@ -54,9 +55,9 @@ OnProgress = Callable[[int, dict[str, Any]], None]
 class Peers:
     """All ranks but 0. Of its methods, `close` may be called from anywhere, the others by one thread at a time."""
 
-    def __init__(self, size: int, timeout_s: float, *, here: int, device: str) -> None:
-        """`here` of the `size` ranks, 0 included, share this machine's memory and CPUs; `device` chooses what carries
-        their sums (group.BACKENDS)."""
+    def __init__(self, size: int, timeout_s: float, *, here: int, device: Device | None = None) -> None:
+        """`here` of the `size` ranks, 0 included, share this machine's memory and CPUs; `device` is rank 0's, None the
+        CPU."""
         self.size = size
         self.timeout_s = timeout_s
         self.here = here
@@ -167,14 +168,20 @@ class ChildPeers(Peers):
         timeout_s: float,
         log_level: str = "info",
         log_format: str = "text",
-        device: str = "cpu",
+        device: Device | None = None,
+        on_devices: Sequence[Mapping[str, Any]] = (),
         start: Start | None = None,
     ) -> None:
-        """Starts them; they get ready by themselves. Call it from the main thread, which they must not outlive."""
+        """Starts them; they get ready by themselves. Call it from the main thread, which they must not outlive.
+
+        `on_devices`: by rank, what a Place says of its device, where `device` is rank 0's.
+        """
         super().__init__(size, timeout_s, here=size, device=device)
         self._rendezvous_fd = os.memfd_create("triptych-rendezvous")
         for rank in range(1, size):
-            place = Place(str(path), rank, size, threads, timeout_s, self._rendezvous_fd, device, log_format)
+            place = Place(str(path), rank, size, threads, timeout_s, self._rendezvous_fd, log_format=log_format)
+            if on_devices:
+                place = replace(place, **on_devices[rank])
             ours, theirs = Pipe()
             running = (start or start_process)(place, theirs, log_level)
             theirs.close()
@@ -187,7 +194,7 @@ class ChildPeers(Peers):
 
     def connect(self) -> Group:
         """As Peers'."""
-        return Group.of_children(self._rendezvous_fd, 0, self.size, self.timeout_s, self.device)
+        return group_of_children(self._rendezvous_fd, 0, self.size, self.timeout_s, self.device)
 
 
 class Peer:
