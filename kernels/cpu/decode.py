@@ -27,7 +27,7 @@ from kernels.cpu import phases, tile
 from kernels.cpu.compiled import IN_ORDER, INNER, PART
 from kernels.cpu.elementwise import rms_norm_row, silu_multiply_row
 from kernels.cpu.kv_cache import LayerCache, Rows, write_head
-from kernels.cpu.linear import ALONE_BELOW, ROW_BLOCK, SLICE, multiply_piece
+from kernels.cpu.linear import ALONE_BELOW, ROW_BLOCK, multiply_piece, work_space
 from kernels.cpu.paged_attention import attend_item, item_space
 
 MOST_ROWS = ROW_BLOCK
@@ -102,8 +102,8 @@ class _Space(NamedTuple):
     normed: Float32s
     parts: Float32s
     key: Float32s
-    widened: Float32s
-    tail: Float32s
+    product: tuple[npt.NDArray[Any], ...]
+    """of linear.py"""
     item: tuple[npt.NDArray[Any], ...]
     """of attention"""
 
@@ -160,9 +160,7 @@ def _multiply(x, panels, bias, out, space):  # type: ignore[no-untyped-def]  # p
     for r in range(x.shape[0]):
         for i in range(bias.shape[0]):
             out[r, i] = bias[i]
-    multiply_piece(
-        x, panels, out, bias.shape[0] > 0, 0, x.shape[0], 0, panels.shape[0], space.widened, space.tail
-    )  # fmt: skip
+    multiply_piece(x, panels, out, bias.shape[0] > 0, 0, x.shape[0], 0, panels.shape[0], space.product)
 
 
 @njit(**PART)
@@ -236,8 +234,7 @@ def _work(x, weights, step, buffers):  # type: ignore[no-untyped-def]  # pragma:
         np.empty((rows, width), np.float32),
         np.empty((2, rows, _PIECE_PANELS * tile.OUTPUTS), np.float32),
         np.empty(buffers.queries.shape[2], np.float32),
-        np.empty((SLICE, tile.OUTPUTS), np.float32),
-        np.empty((0, tile.OUTPUTS), np.float32),
+        work_space(rows),
         item_space(buffers.queries.shape[1] // step.keys.shape[2], step.keys[0], step.values[0]),
     )
     sources, outs, kinds = (x, attended, x, inner), (projected, x, inner, x), (_PLAIN, _ADDED, _GATES, _ADDED)
