@@ -35,6 +35,8 @@ _PIECE_BYTES = 32_768
 """Of weights, at least: a few microseconds."""
 _PIECE_PANELS = 8
 """At most."""
+_PIECES_A_THREAD = 4
+"""At least, where that leaves whole tiles."""
 _PHASES = 5
 _PLAIN, _ADDED, _GATES = 0, 1, 2
 """What becomes of a product: it is written, or added to what is there, or its gates are multiplied with its ups."""
@@ -164,12 +166,21 @@ def _multiply(x, panels, bias, out, space):  # type: ignore[no-untyped-def]  # p
 
 
 @njit(**PART)
-def _product(x, gain, epsilon, panels, bias, out, kind, counters, phase, space):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def _piece_panels(rows, count, each_bytes, threads):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """Of a piece: whole tiles, if there are some pieces a thread then."""
+    size = min(max(1, (_PIECE_BYTES + each_bytes - 1) // each_bytes), _PIECE_PANELS)
+    beside = tile.PANELS_BESIDE[min(rows, tile.ROWS)]
+    if size % beside and count >= beside * _PIECES_A_THREAD * threads:
+        size += beside - size % beside
+    return size
+
+
+@njit(**PART)
+def _product(x, gain, epsilon, panels, bias, out, kind, counters, phase, space, threads):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """out = x @ panels + bias, or what `kind` makes of it; x is normed before where there is a gain."""
     halves = 2 if kind == _GATES else 1
     count, outputs = panels.shape[0] // halves, out.shape[1]
-    each = panels.shape[1] * tile.OUTPUTS * panels.itemsize * halves
-    size = min(max(1, (_PIECE_BYTES + each - 1) // each), _PIECE_PANELS)
+    size = _piece_panels(x.shape[0], count, panels.shape[1] * tile.OUTPUTS * panels.itemsize * halves, threads)
     pieces = (count + size - 1) // size
     piece = phases.take(counters, phase, pieces)
     source = space.normed if gain.shape[0] else x
@@ -225,7 +236,7 @@ def _attention(layer, weights, step, buffers, phase, space):  # type: ignore[no-
 
 
 @njit(**INNER)
-def _work(x, weights, step, buffers):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def _work(x, weights, step, buffers, threads):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """What each thread does."""
     rows, width = x.shape
     counters, inner = buffers.counters, buffers.inner
@@ -246,7 +257,7 @@ def _work(x, weights, step, buffers):  # type: ignore[no-untyped-def]  # pragma:
             panels = _panels(weights, layer, product, outputs, source.shape[1])
             gain = weights.gains[layer, product // 2, : width if product % 2 == 0 else 0]
             bias = weights.biases[layer, begin : begin + outputs]  # of nothing, where there are none
-            _product(source, gain, weights.epsilon, panels, bias, out, kind, counters, phase, space)
+            _product(source, gain, weights.epsilon, panels, bias, out, kind, counters, phase, space, threads)
             begin += outputs
             phase += 1
             if product == 0:
@@ -258,4 +269,4 @@ def _work(x, weights, step, buffers):  # type: ignore[no-untyped-def]  # pragma:
 def _run(x, weights, step, buffers, threads):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     buffers.counters[:] = 0
     for _ in prange(threads):
-        _work(x, weights, step, buffers)
+        _work(x, weights, step, buffers, threads)
