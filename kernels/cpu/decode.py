@@ -27,7 +27,7 @@ from kernels.cpu import phases, tile
 from kernels.cpu.compiled import IN_ORDER, INNER, PART
 from kernels.cpu.elementwise import rms_norm_row, silu_multiply_row
 from kernels.cpu.kv_cache import LayerCache, Rows, write_head
-from kernels.cpu.linear import ALONE_BELOW, ROW_BLOCK, SLICE, multiply_piece
+from kernels.cpu.linear import ALONE_BELOW, ROW_BLOCK, multiply_piece, work_space
 from kernels.cpu.paged_attention import attend_item, item_space
 
 MOST_ROWS = ROW_BLOCK
@@ -35,6 +35,8 @@ _PIECE_BYTES = 32_768
 """Of weights, at least: a few microseconds."""
 _PIECE_PANELS = 8
 """At most."""
+_PIECES_A_THREAD = 4
+"""At least, where that leaves whole tiles."""
 _PHASES = 5
 _PLAIN, _ADDED, _GATES = 0, 1, 2
 """What becomes of a product: it is written, or added to what is there, or its gates are multiplied with its ups."""
@@ -102,8 +104,8 @@ class _Space(NamedTuple):
     normed: Float32s
     parts: Float32s
     key: Float32s
-    widened: Float32s
-    tail: Float32s
+    product: tuple[npt.NDArray[Any], ...]
+    """of linear.py"""
     item: tuple[npt.NDArray[Any], ...]
     """of attention"""
 
@@ -160,18 +162,25 @@ def _multiply(x, panels, bias, out, space):  # type: ignore[no-untyped-def]  # p
     for r in range(x.shape[0]):
         for i in range(bias.shape[0]):
             out[r, i] = bias[i]
-    multiply_piece(
-        x, panels, out, bias.shape[0] > 0, 0, x.shape[0], 0, panels.shape[0], space.widened, space.tail
-    )  # fmt: skip
+    multiply_piece(x, panels, out, bias.shape[0] > 0, 0, x.shape[0], 0, panels.shape[0], space.product)
 
 
 @njit(**PART)
-def _product(x, gain, epsilon, panels, bias, out, kind, counters, phase, space):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def _piece_panels(rows, count, each_bytes, threads):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """Of a piece: whole tiles, if there are some pieces a thread then."""
+    size = min(max(1, (_PIECE_BYTES + each_bytes - 1) // each_bytes), _PIECE_PANELS)
+    beside = tile.PANELS_BESIDE[min(rows, tile.ROWS)]
+    if size % beside and count >= beside * _PIECES_A_THREAD * threads:
+        size += beside - size % beside
+    return size
+
+
+@njit(**PART)
+def _product(x, gain, epsilon, panels, bias, out, kind, counters, phase, space, threads):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """out = x @ panels + bias, or what `kind` makes of it; x is normed before where there is a gain."""
     halves = 2 if kind == _GATES else 1
     count, outputs = panels.shape[0] // halves, out.shape[1]
-    each = panels.shape[1] * tile.OUTPUTS * panels.itemsize * halves
-    size = min(max(1, (_PIECE_BYTES + each - 1) // each), _PIECE_PANELS)
+    size = _piece_panels(x.shape[0], count, panels.shape[1] * tile.OUTPUTS * panels.itemsize * halves, threads)
     pieces = (count + size - 1) // size
     piece = phases.take(counters, phase, pieces)
     source = space.normed if gain.shape[0] else x
@@ -227,7 +236,7 @@ def _attention(layer, weights, step, buffers, phase, space):  # type: ignore[no-
 
 
 @njit(**INNER)
-def _work(x, weights, step, buffers):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def _work(x, weights, step, buffers, threads):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """What each thread does."""
     rows, width = x.shape
     counters, inner = buffers.counters, buffers.inner
@@ -236,8 +245,7 @@ def _work(x, weights, step, buffers):  # type: ignore[no-untyped-def]  # pragma:
         np.empty((rows, width), np.float32),
         np.empty((2, rows, _PIECE_PANELS * tile.OUTPUTS), np.float32),
         np.empty(buffers.queries.shape[2], np.float32),
-        np.empty((SLICE, tile.OUTPUTS), np.float32),
-        np.empty((0, tile.OUTPUTS), np.float32),
+        work_space(rows),
         item_space(buffers.queries.shape[1] // step.keys.shape[2], step.keys[0], step.values[0]),
     )
     sources, outs, kinds = (x, attended, x, inner), (projected, x, inner, x), (_PLAIN, _ADDED, _GATES, _ADDED)
@@ -249,7 +257,7 @@ def _work(x, weights, step, buffers):  # type: ignore[no-untyped-def]  # pragma:
             panels = _panels(weights, layer, product, outputs, source.shape[1])
             gain = weights.gains[layer, product // 2, : width if product % 2 == 0 else 0]
             bias = weights.biases[layer, begin : begin + outputs]  # of nothing, where there are none
-            _product(source, gain, weights.epsilon, panels, bias, out, kind, counters, phase, space)
+            _product(source, gain, weights.epsilon, panels, bias, out, kind, counters, phase, space, threads)
             begin += outputs
             phase += 1
             if product == 0:
@@ -261,4 +269,4 @@ def _work(x, weights, step, buffers):  # type: ignore[no-untyped-def]  # pragma:
 def _run(x, weights, step, buffers, threads):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     buffers.counters[:] = 0
     for _ in prange(threads):
-        _work(x, weights, step, buffers)
+        _work(x, weights, step, buffers, threads)

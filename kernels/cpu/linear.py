@@ -27,8 +27,13 @@ from numba import njit, prange
 from kernels.cpu import pages, phases, tile
 from kernels.cpu.compiled import IN_ORDER, INNER_IN_ORDER
 
-SLICE = 320
-"""The most depth of a slice: a panel's, widened, is 20 KiB, and with 6 rows' inputs it stays in a 32 KiB L1."""
+_MANY_SUMS = tile.PANELS_BESIDE[tile.ROWS] > 1
+"""Whether a tile of all rows has several panels: so many multiply-adds hide that weights are widened."""
+
+SLICE = 112 if _MANY_SUMS else 320
+"""The most depth of a slice: the panels of a tile, widened, are 28 or 20 KiB, and with 6 rows' inputs stay in L1."""
+_TILES_AT_ONCE = 4 if _MANY_SUMS else 1
+"""Up to so many tiles of rows, each reads the panels as they are; more get them widened, slice by slice. Measured."""
 ROW_BLOCK = 96
 """The most rows of a block: a slice of them is 120 KiB, a part of the second level."""
 _SHARES = 8
@@ -119,50 +124,73 @@ def _widen(panel, begin, count, out):  # type: ignore[no-untyped-def]  # pragma:
 
 
 @njit(**INNER_IN_ORDER)
-def multiply_piece(x, panels, out, resume, first_row, rows, first_panel, last_panel, widened, tail):  # type: ignore[no-untyped-def]  # pragma: no cover
+def work_space(rows):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """What `multiply_piece` computes in, for so many rows at most."""
+    return (
+        np.empty((tile.PANELS, SLICE if rows > _TILES_AT_ONCE * tile.ROWS else 0, tile.OUTPUTS), np.float32),
+        np.empty((rows, tile.OUTPUTS), np.float32),
+        np.empty((2, tile.PANELS), np.int64),
+    )
+
+
+@njit(**INNER_IN_ORDER)
+def multiply_piece(x, panels, out, resume, first_row, rows, first_panel, last_panel, space):  # type: ignore[no-untyped-def]  # pragma: no cover
     """Rows first_row.. of out, the outputs of panels first_panel..last_panel-1."""
+    widened, tail, places = space
     depth, outputs = panels.shape[1], out.shape[1]
-    bfloat16 = panels.itemsize == 2
-    tiles = (rows + 5) // 6
-    slices = 1 if tiles == 1 else (depth + SLICE - 1) // SLICE
+    tiles = (rows + tile.ROWS - 1) // tile.ROWS
+    widens = panels.itemsize == 2 and tiles > _TILES_AT_ONCE
+    slices = 1 if tiles <= _TILES_AT_ONCE else (depth + SLICE - 1) // SLICE
+    beside = tile.PANELS_BESIDE[min(rows, tile.ROWS)]
+    each = depth * tile.OUTPUTS * panels.itemsize
+    ahead = _AHEAD_BYTES if tiles == 1 else beside * each
+    whole = outputs // tile.OUTPUTS
     for s in range(slices):
         begin = depth * s // slices
         count = depth * (s + 1) // slices - begin
-        for p in range(first_panel, last_panel):
-            w = panels.ctypes.data + (p * depth + begin) * 16 * panels.itemsize
-            part = count * 16 * panels.itemsize // tiles
-            ahead = w + (depth * 16 * panels.itemsize if tiles > 1 else _AHEAD_BYTES)
-            if bfloat16 and tiles > 1:
-                _widen(panels[p], begin, count, widened)
-                w = widened.ctypes.data
-            whole = outputs - p * 16 >= 16
-            y_stride = outputs if whole else 16
-            go_on = 1 if resume or s > 0 else 0
-            if not whole and s == 0:
-                for r in range(rows):
-                    for i in range(outputs - p * 16):
-                        tail[r, i] = out[first_row + r, p * 16 + i]
+        go_on = 1 if resume or s > 0 else 0
+        first = first_panel
+        while first < last_panel:
+            last = min(first + beside, last_panel, max(whole, first + 1))
+            for p in range(first, last):
+                at = panels.ctypes.data + p * each + begin * tile.OUTPUTS * panels.itemsize
+                places[1, p - first] = at + ahead
+                if widens:
+                    _widen(panels[p], begin, count, widened[p - first])
+                    at = widened[p - first].ctypes.data
+                places[0, p - first] = at
+            y, y_stride = out.ctypes.data + (first_row * outputs + first * tile.OUTPUTS) * 4, outputs
+            if first == whole:
+                if s == 0:
+                    for r in range(rows):
+                        for i in range(outputs - whole * tile.OUTPUTS):
+                            tail[r, i] = out[first_row + r, whole * tile.OUTPUTS + i]
+                y, y_stride = tail.ctypes.data, np.int64(tile.OUTPUTS)
             for t in range(tiles):
                 r = rows * t // tiles
                 height = rows * (t + 1) // tiles - r
                 source = x.ctypes.data + ((first_row + r) * depth + begin) * 4
-                y = out.ctypes.data + ((first_row + r) * outputs + p * 16) * 4 if whole else tail.ctypes.data + r * 64
-                now, step = ahead + t * part, part // count
-                if bfloat16 and tiles > 1:
-                    tile.multiply(widened, height, source, depth, w, 16, count, y, y_stride, go_on, now, step)
+                if widens:
+                    tile.multiply(
+                        widened, height, last - first, source, depth, places.ctypes.data, tile.OUTPUTS, count,
+                        y + r * y_stride * 4, y_stride, go_on, tile.OUTPUTS * 2,
+                    )  # fmt: skip
                 else:
-                    tile.multiply(panels, height, source, depth, w, 16, count, y, y_stride, go_on, now, step)
-            if not whole and s == slices - 1:
+                    tile.multiply(
+                        panels, height, last - first, source, depth, places.ctypes.data, tile.OUTPUTS, count,
+                        y + r * y_stride * 4, y_stride, go_on, tile.OUTPUTS * panels.itemsize,
+                    )  # fmt: skip
+            if first == whole and s == slices - 1:
                 for r in range(rows):
-                    for i in range(outputs - p * 16):
-                        out[first_row + r, p * 16 + i] = tail[r, i]
+                    for i in range(outputs - whole * tile.OUTPUTS):
+                        out[first_row + r, whole * tile.OUTPUTS + i] = tail[r, i]
+            first = last
 
 
 @njit(**INNER_IN_ORDER)
 def _multiply_pieces(x, panels, out, resume, blocks, runs, taken):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     rows = x.shape[0]
-    widened = np.empty((SLICE, 16), np.float32)
-    tail = np.empty((ROW_BLOCK, 16), np.float32)
+    space = work_space(min(rows, ROW_BLOCK))
     while True:
         piece = phases.fetch_add(taken.ctypes.data, 1)
         if piece >= blocks * runs:
@@ -171,7 +199,7 @@ def _multiply_pieces(x, panels, out, resume, blocks, runs, taken):  # type: igno
         first_row = rows * block // blocks
         count = rows * (block + 1) // blocks - first_row
         first, last = panels.shape[0] * run // runs, panels.shape[0] * (run + 1) // runs
-        multiply_piece(x, panels, out, resume, first_row, count, first, last, widened, tail)
+        multiply_piece(x, panels, out, resume, first_row, count, first, last, space)
 
 
 @njit(parallel=True, **IN_ORDER)

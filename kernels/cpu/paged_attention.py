@@ -73,27 +73,33 @@ def _gather_keys(keys, kv_head, table, begin, first, last, panel):  # type: igno
 
 
 @njit(**INNER)
-def _scores(q, rows, keys, values, kv_head, table, begin, first, count, panel, scores):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def _scores(q, rows, keys, values, kv_head, table, begin, first, count, gathered, places, scores):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """scores[:rows, :count] = q [rows, head_dim] @ keys of tokens begin..begin+count-1, by whole panels.
 
-    Meanwhile the tile's values are asked for. `panel` is scratch.
+    Meanwhile the tile's values are asked for. `gathered` and `places` are scratch.
     """
     head_dim, block_tokens = keys.shape[2], keys.shape[3]
-    for p in range(0, count, tile.OUTPUTS):
-        token = begin + p
-        if block_tokens % tile.OUTPUTS:
-            _gather_keys(keys, kv_head, table, token, first, begin + count - 1, panel)
-            w, stride, ahead = panel.ctypes.data, tile.OUTPUTS, panel.ctypes.data
-        else:
-            block, offset = table[token // block_tokens], token % block_tokens
-            w, stride = keys[block, kv_head].ctypes.data + offset * keys.itemsize, block_tokens
-            ahead = values[block, kv_head, offset].ctypes.data
+    beside = tile.PANELS_BESIDE[min(rows, tile.ROWS)]
+    panels = (count + tile.OUTPUTS - 1) // tile.OUTPUTS
+    stride = tile.OUTPUTS if block_tokens % tile.OUTPUTS else block_tokens
+    for p in range(0, panels, beside):
+        width = min(beside, panels - p)
+        for i in range(width):
+            token = begin + (p + i) * tile.OUTPUTS
+            if block_tokens % tile.OUTPUTS:
+                _gather_keys(keys, kv_head, table, token, first, begin + count - 1, gathered[i])
+                places[:, i] = gathered[i].ctypes.data
+            else:
+                block, offset = table[token // block_tokens], token % block_tokens
+                places[0, i] = keys[block, kv_head].ctypes.data + offset * keys.itemsize
+                places[1, i] = values[block, kv_head, offset].ctypes.data
         for r in range(0, rows, tile.ROWS):
             x = q.ctypes.data + r * head_dim * 4
-            y = scores.ctypes.data + (r * _KEY_TILE + p) * 4
-            height = min(tile.ROWS, rows - r)
-            step = tile.OUTPUTS * keys.itemsize
-            tile.multiply(keys, height, x, head_dim, w, stride, head_dim, y, _KEY_TILE, 0, ahead, step)
+            y = scores.ctypes.data + (r * _KEY_TILE + p * tile.OUTPUTS) * 4
+            tile.multiply(
+                keys, min(tile.ROWS, rows - r), width, x, head_dim, places.ctypes.data, stride, head_dim,
+                y, _KEY_TILE, 0, tile.OUTPUTS * keys.itemsize,
+            )  # fmt: skip
 
 
 @njit(**INNER)
@@ -179,12 +185,15 @@ def _pad_values(block, offset, tokens, padded):  # type: ignore[no-untyped-def] 
 
 
 @njit(**INNER)
-def _add_values(weights, rows, keys, values, kv_head, table, begin, first, count, end, padded, out):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def _add_values(weights, rows, keys, values, kv_head, table, begin, first, count, end, padded, places, out):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """out += weights[:rows, first:count] @ values of tokens begin+first..begin+count-1, block by block.
 
-    Meanwhile the keys of the next tile are asked for, up to token `end`. `padded` is scratch [key tile, width of out].
+    Meanwhile the keys of the next tile are asked for, up to token `end`. `padded`, [key tile, width of out], and
+    `places` are scratch.
     """
     block_tokens, head_dim, width = values.shape[2], values.shape[3], out.shape[1]
+    beside = tile.PANELS_BESIDE[min(rows, tile.ROWS)]
+    panels = width // tile.OUTPUTS
     t = first
     while t < count:
         token = begin + t
@@ -198,13 +207,17 @@ def _add_values(weights, rows, keys, values, kv_head, table, begin, first, count
         following = min(token + _KEY_TILE, end - 1)
         next_keys = keys[table[following // block_tokens], kv_head]
         ahead = next_keys.ctypes.data + following % block_tokens * keys.itemsize
-        for d in range(0, width, tile.OUTPUTS):
+        for p in range(0, panels, beside):
+            for i in range(min(beside, panels - p)):
+                d = (p + i) * tile.OUTPUTS
+                places[0, i] = w + d * values.itemsize
+                places[1, i] = ahead + d * block_tokens * keys.itemsize
             for r in range(0, rows, tile.ROWS):
                 x = weights.ctypes.data + (r * _KEY_TILE + t) * 4
-                y = out.ctypes.data + (r * width + d) * 4
+                y = out.ctypes.data + (r * width + p * tile.OUTPUTS) * 4
                 tile.multiply(
-                    values, min(tile.ROWS, rows - r), x, _KEY_TILE, w + d * values.itemsize, stride, tokens,
-                    y, width, 1, ahead + d * block_tokens * keys.itemsize, block_tokens * keys.itemsize,
+                    values, min(tile.ROWS, rows - r), min(beside, panels - p), x, _KEY_TILE, places.ctypes.data,
+                    stride, tokens, y, width, 1, block_tokens * keys.itemsize,
                 )  # fmt: skip
         t += tokens
 
@@ -218,10 +231,11 @@ def item_space(rows, keys, values):  # type: ignore[no-untyped-def]  # pragma: n
         np.empty((rows, head_dim), np.float32),
         np.empty((rows, width), np.float32),
         np.empty((rows, _KEY_TILE), np.float32),
-        np.empty((head_dim, tile.OUTPUTS), keys.dtype),
+        np.empty((tile.PANELS if keys.shape[3] % tile.OUTPUTS else 0, head_dim, tile.OUTPUTS), keys.dtype),
         np.zeros((_KEY_TILE if width != head_dim else 0, width), values.dtype),
         np.empty(rows, np.float32),
         np.empty(rows, np.float32),
+        np.empty((2, tile.PANELS), np.int64),
     )
 
 
@@ -234,7 +248,7 @@ def attend_item(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     heads, head_dim = q.shape[1], q.shape[2]
     group = heads // keys.shape[1]
     rows = queries * group
-    local_q, local_out, scores, panel, padded, maxima, sums = space
+    local_q, local_out, scores, gathered, padded, maxima, sums, places = space
     local_out[:rows], maxima[:rows], sums[:rows] = _F32(0), _F32(-np.inf), _F32(0)
     factor = scale / cap if cap > _F32(0) else scale * LOG2_E
     for r in range(rows):
@@ -248,7 +262,7 @@ def attend_item(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     for begin in range(first - first % tile.OUTPUTS, end, _KEY_TILE):
         count = min(_KEY_TILE, end - begin)
         unseen = max(0, first - begin)
-        _scores(local_q, rows, keys, values, kv_head, table, begin, first, count, panel, scores)
+        _scores(local_q, rows, keys, values, kv_head, table, begin, first, count, gathered, places, scores)
         if key_scales.shape[0]:
             _multiply_by_scales(scores, rows, key_scales, kv_head, table, begin, unseen, count)
         if cap > _F32(0):
@@ -256,7 +270,7 @@ def attend_item(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
         _softmax_tile(scores, local_out, maxima[:rows], sums, begin, count, first_position, window, group)
         if value_scales.shape[0]:
             _multiply_by_scales(scores, rows, value_scales, kv_head, table, begin, unseen, count)
-        _add_values(scores, rows, keys, values, kv_head, table, begin, unseen, count, end, padded, local_out)
+        _add_values(scores, rows, keys, values, kv_head, table, begin, unseen, count, end, padded, places, local_out)
     for r in range(rows):
         target = out[first_query + r // group, kv_head * group + r % group]
         for d in range(head_dim):

@@ -1,9 +1,17 @@
 """The innermost loop of a matrix product, written as LLVM vector instructions so that it is fast without a compiler.
 
 numba does not vectorize a loop that keeps a tile of sums in registers, so the loop is emitted here, instruction by
-instruction, as functions that compiled code calls. Vectors are 16 float32 wide; LLVM cuts them into what the CPU has
-(two of AVX2's, one of AVX-512's, four of NEON's or SSE's). A tile of 6 rows by 16 outputs keeps 12 sums, 2 weights and
-1 broadcast input in AVX2's 16 registers (the shape of Van Zee and van de Geijn 2015, "BLIS", on Haswell).
+instruction, as functions that compiled code calls. They are machine code of their own, made once (objects.py), since
+numba would compile what it calls again in every function that calls it.
+
+Vectors are 16 float32 wide; LLVM cuts them into what the CPU has: one register of AVX-512's, two of AVX2's, four of
+NEON's. A tile is some rows by some panels of 16 outputs, as many panels as registers hold the sums of:
+
+    AVX-512, 32 registers   6 rows by 4 panels    24 sums, 4 weights, inputs broadcast from memory
+    AVX2,    16 registers   6 rows by 1 panel     12 sums, 2 weights, 1 input
+
+(Van Zee and van de Geijn 2015, "BLIS", section 4, has the second for Haswell.) So many sums do not wait for one another:
+a multiply-add takes four cycles or more, in which a core begins eight.
 """
 
 from __future__ import annotations
@@ -14,17 +22,33 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from kernels.cpu import objects
+
 OUTPUTS = 16
-"""Outputs of a tile: the width of a panel of weights."""
+"""Outputs of a panel of weights."""
 ROWS = 6
 """The most rows of a tile."""
+PANELS = 4
+"""The most panels of a tile."""
+
+
+def _panels_beside(rows: int) -> int:
+    """Panels of a tile of so many rows: registers for their sums, for a panel's weights each, and for an input."""
+    fitting = [n for n in range(1, PANELS + 1) if objects.REGISTERS_A_VECTOR * n * (rows + 1) < objects.REGISTERS]
+    return max(fitting, default=1)
+
+
+PANELS_BESIDE = (0, *map(_panels_beside, range(1, ROWS + 1)))
+"""The most panels of a tile, by its rows."""
 
 _F32, _I64, _I32, _I16, _I8 = ir.FloatType(), ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.IntType(8)
 _F32S, _I32S, _I16S, _I8S = (ir.VectorType(one, OUTPUTS) for one in (_F32, _I32, _I16, _I8))
 _SHIFT = ir.Constant(_I32S, [16] * OUTPUTS)
 _STORED = {types.float32: _F32S, types.uint16: _I16S, types.int8: _I8S}
 """How 16 weights of an array lie in memory; uint16 are the bits of bfloat16."""
+_BYTES = {_F32S: 4, _I16S: 2, _I8S: 1}
 _ARGUMENTS = 11
+_KIND = ir.FunctionType(ir.VoidType(), [_I64] * _ARGUMENTS)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -32,96 +56,112 @@ def multiply(
     context: Any,
     stored: Any,
     rows: Any,
+    panels: Any,
     x: Any,
     x_stride: Any,
-    w: Any,
+    places: Any,
     w_stride: Any,
     depth: Any,
     y: Any,
     y_stride: Any,
     resume: Any,
-    ahead: Any,
     ahead_step: Any,
 ) -> Any:
-    """For compiled code: y [rows, 16] float32 = x [rows, depth] float32 @ w [depth, 16], plus what y held where
-    `resume` is not 0.
+    """For compiled code: y [rows, panels * 16] float32 = x [rows, depth] float32 @ the panels' weights [depth, 16] each,
+    plus what y held where `resume` is not 0.
 
     `stored` is any array of the weights' type: float32, bfloat16 as uint16, or int8. All others are int64, the arrays
-    as addresses. rows is 1 to ROWS, depth 1 or more. Strides are between rows, in elements. Meanwhile the cache is
-    asked for ahead, ahead + ahead_step, ... (bytes), a line for each element of depth: what will be read next.
+    as addresses. rows is 1 to ROWS, panels 1 to PANELS_BESIDE[rows], depth 1 or more. Strides are between rows, in
+    elements. places int64 [2, PANELS]: where each panel's weights stand, and what the cache is asked for meanwhile: that
+    line, that plus ahead_step (bytes), ..., one for each element of depth: what will be read next.
 
     Each output is one chain of fused multiply-adds in the order of depth: its bits depend neither on the tile's shape
     nor on where `depth` is cut, so a row's result is the same whatever rows share the product.
     """
-    vector = _STORED[stored.dtype]
+    name = _name(_STORED[stored.dtype])
 
     def generate(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        builder.call(_dispatcher(builder.module, vector), values[1:])
+        found = builder.module.globals.get(name) or ir.Function(builder.module, _KIND, name)
+        builder.call(found, values[1:])
         return _context.get_dummy_value()
 
     return types.void(stored, *(types.int64,) * _ARGUMENTS), generate
 
 
-def _dispatcher(module: Any, stored: Any) -> Any:
-    """The function that goes to the tile of so many rows."""
-    name = f"triptych_tile_{stored.element}"
-    if (found := module.globals.get(name)) is not None:
-        return found
-    function = _function(module, name, _ARGUMENTS)
-    rows, *arguments = function.args
+def _name(stored: Any) -> str:
+    return f"triptych_tile_{stored.element}"
+
+
+def _module() -> str:
+    """All tiles, as LLVM's text."""
+    module = ir.Module("tiles")
+    for stored in _STORED.values():
+        _dispatcher(module, stored)
+    return str(module)
+
+
+def _dispatcher(module: Any, stored: Any) -> None:
+    """The function that goes to the tile of so many rows and panels."""
+    function = ir.Function(module, _KIND, _name(stored))
+    rows, panels, *arguments = function.args
     b = ir.IRBuilder(function.append_basic_block("entry"))
     end = function.append_basic_block("end")
-    switch = b.switch(rows, end)
-    for count in range(1, ROWS + 1):
-        case = function.append_basic_block(f"rows_{count}")
-        switch.add_case(_i64(count), case)
-        b.position_at_end(case)
-        b.call(_tile_function(module, count, stored), arguments)
-        b.branch(end)
+    switch = b.switch(b.add(b.mul(rows, _i64(PANELS + 1)), panels), end)
+    for height in range(1, ROWS + 1):
+        for width in range(1, PANELS_BESIDE[height] + 1):
+            case = function.append_basic_block(f"rows_{height}_panels_{width}")
+            switch.add_case(_i64(height * (PANELS + 1) + width), case)
+            b.position_at_end(case)
+            b.call(_tile_function(module, height, width, stored), arguments)
+            b.branch(end)
     b.position_at_end(end)
     b.ret_void()
-    return function
 
 
-def _function(module: Any, name: str, arguments: int) -> Any:
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [_I64] * arguments), name)
-    function.linkage = "linkonce_odr"
-    function.attributes.add("noinline")  # once in the machine code, and compiled once
-    return function
-
-
-def _tile_function(module: Any, rows: int, stored: Any) -> Any:
-    function = _function(module, f"triptych_tile_{stored.element}_{rows}", _ARGUMENTS - 1)
-    _Body(function, rows, stored).write()
+def _tile_function(module: Any, rows: int, panels: int, stored: Any) -> Any:
+    kind = ir.FunctionType(ir.VoidType(), [_I64] * (_ARGUMENTS - 2))
+    function = ir.Function(module, kind, f"{_name(stored)}_{rows}_{panels}")
+    function.linkage = "internal"
+    function.attributes.add("noinline")
+    _Body(function, rows, panels, stored).write()
     return function
 
 
 class _Body:
     """Writes the instructions of one tile function."""
 
-    def __init__(self, function: Any, rows: int, stored: Any) -> None:
+    def __init__(self, function: Any, rows: int, panels: int, stored: Any) -> None:
         self._function = function
         self._rows = rows
+        self._panels = panels
         self._stored = stored
-        self._weight_bytes = {_F32S: 4, _I16S: 2, _I8S: 1}[stored]
         self._b = ir.IRBuilder(function.append_basic_block("entry"))
 
     def write(self) -> None:
         b, function = self._b, self._function
-        x, x_stride, w, w_stride, depth, y, y_stride, resume, ahead, ahead_step = function.args
+        x, x_stride, places, w_stride, depth, y, y_stride, resume, ahead_step = function.args
         inputs = [b.add(x, b.mul(x_stride, _i64(4 * m))) for m in range(self._rows)]
-        outputs = [b.add(y, b.mul(y_stride, _i64(4 * m))) for m in range(self._rows)]
+        outputs = [
+            b.add(y, b.add(b.mul(y_stride, _i64(4 * m)), _i64(4 * OUTPUTS * p)))
+            for m in range(self._rows)
+            for p in range(self._panels)
+        ]
+        weights, ahead = (
+            [self._load(b.add(places, _i64(8 * (PANELS * line + p))), _I64, 8) for p in range(self._panels)]
+            for line in (0, 1)
+        )
         zero = ir.Constant(_F32S, [0.0] * OUTPUTS)
         held = b.icmp_signed("!=", resume, _i64(0))
-        begin = [b.select(held, self._load(at, _F32S), zero) for at in outputs]
-        w_step = b.mul(w_stride, _i64(self._weight_bytes))
+        begin = [b.select(held, self._load(at, _F32S, 4), zero) for at in outputs]
+        w_step = b.mul(w_stride, _i64(_BYTES[self._stored]))
         entry, loop, end = b.block, function.append_basic_block("loop"), function.append_basic_block("end")
         b.branch(loop)
         b.position_at_end(loop)
         k = b.phi(_I64)
         sums = [b.phi(_F32S) for _ in begin]
-        self._prefetch(b.add(ahead, b.mul(k, ahead_step)))
-        added = self._step(inputs, b.add(w, b.mul(k, w_step)), k, sums)
+        for at in ahead:
+            self._prefetch(b.add(at, b.mul(k, ahead_step)))
+        added = self._step(inputs, [b.add(w, b.mul(k, w_step)) for w in weights], k, sums)
         following = b.add(k, _i64(1))
         for phi, first, then in zip([k, *sums], [_i64(0), *begin], [following, *added], strict=True):
             phi.add_incoming(first, entry)
@@ -132,18 +172,19 @@ class _Body:
             b.store(value, b.inttoptr(at, ir.PointerType(_F32S))).align = 4
         b.ret_void()
 
-    def _step(self, inputs: list[Any], at: Any, k: Any, sums: list[Any]) -> list[Any]:
-        """The sums after the k-th element of depth, whose weights stand at `at`."""
+    def _step(self, inputs: list[Any], places: list[Any], k: Any, sums: list[Any]) -> list[Any]:
+        """The sums after the k-th element of depth, whose weights stand at `places`."""
         b = self._b
-        weights = self._widened(at)
+        weights = [self._widened(at) for at in places]
         kind = ir.FunctionType(_F32S, [_F32S, _F32S, _F32S])
         multiply_add = _declared(self._function.module, "llvm.fmuladd.v16f32", kind)
-        rows = [self._spread(self._load(b.add(row, b.mul(k, _i64(4))), _F32)) for row in inputs]
-        return [b.call(multiply_add, [row, weights, one]) for row, one in zip(rows, sums, strict=True)]
+        rows = [self._spread(self._load(b.add(row, b.mul(k, _i64(4))), _F32, 4)) for row in inputs]
+        pairs = [(row, panel) for row in rows for panel in weights]
+        return [b.call(multiply_add, [*pair, one]) for pair, one in zip(pairs, sums, strict=True)]
 
     def _widened(self, at: Any) -> Any:
         """16 weights as float32; a bfloat16 is the upper half of one."""
-        b, stored = self._b, self._load(at, self._stored)
+        b, stored = self._b, self._load(at, self._stored, _BYTES[self._stored])
         if self._stored is _F32S:
             return stored
         if self._stored is _I8S:
@@ -157,15 +198,15 @@ class _Body:
         return self._b.shuffle_vector(first, undefined, ir.Constant(_I32S, [0] * OUTPUTS))
 
     def _prefetch(self, at: Any) -> None:
-        pointer = ir.PointerType(ir.IntType(8))
+        pointer = ir.PointerType(_I8)
         kind = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
         read, keep, data = (ir.Constant(_I32, value) for value in (0, 3, 1))
         prefetch = _declared(self._function.module, "llvm.prefetch.p0", kind)
         self._b.call(prefetch, [self._b.inttoptr(at, pointer), read, keep, data])
 
-    def _load(self, at: Any, kind: Any) -> Any:
+    def _load(self, at: Any, kind: Any, align: int) -> Any:
         value = self._b.load(self._b.inttoptr(at, ir.PointerType(kind)))
-        value.align = self._weight_bytes if kind is self._stored else 4
+        value.align = align
         return value
 
 
@@ -175,3 +216,6 @@ def _declared(module: Any, name: str, kind: Any) -> Any:
 
 def _i64(value: int) -> Any:
     return ir.Constant(_I64, value)
+
+
+objects.provide("tiles", _module, [_name(stored) for stored in _STORED.values()])
