@@ -5,7 +5,7 @@
 What waits is told by the engine each second; what was sent to it since is counted here. What is cached there is
 guessed from the prompts that it was sent: their blocks' digests are remembered, so that prompts with a beginning in
 common meet (as in SGLang's cache-aware load balancing, and for the same reason). Where engines would begin at the same
-time, that with fewer requests wins, since its steps are shorter.
+time, that with fewer requests wins, since its steps are shorter, and then that whose cache is emptier.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class Expectation:
         while len(self._blocks) > MAX_DIGESTS:
             self._blocks.popitem(last=False)
 
-    def cost(self, submission: Submission, block_tokens: int) -> tuple[float, int]:
-        """Seconds until its first step with the whole prompt, and requests there; the lower goes first."""
+    def cost(self, submission: Submission, block_tokens: int) -> tuple[float, int, int]:
+        """Seconds until its first step with the whole prompt, requests there, blocks cached; the lower goes first."""
         tokens = self._load.waiting_tokens + self._sent_tokens + self._missing_tokens(submission, block_tokens)
         tokens_per_s = self._load.prompt_tokens_per_s or UNKNOWN_TOKENS_PER_S
-        return tokens / tokens_per_s, self._load.requests + self._sent_requests
+        return tokens / tokens_per_s, self._load.requests + self._sent_requests, len(self._blocks)
 
     def _missing_tokens(self, submission: Submission, block_tokens: int) -> int:
         found = 0

@@ -50,7 +50,7 @@ class _Member:
     is_odd: bool = False
     """Of another fingerprint than the fleet's."""
 
-    def cost(self, leg: Submission) -> tuple[float, int]:
+    def cost(self, leg: Submission) -> tuple[float, int, int]:
         """See Expectation."""
         facts = self.client.facts
         return self.expectation.cost(leg, facts.block_tokens if facts is not None else 0)

@@ -12,8 +12,11 @@ from services.common.errors import RequestError
 from services.frontend.engine import EngineFinish, Outputs, Scores, Submission
 from services.frontend.engine_request import EngineRequest, Sink
 
-MAX_MOVES = 5
-"""In a row without anything new: then it is the request's own end."""
+MAX_LOSSES = 8
+"""Engines that a request may have lost in a row without anything new between: it may be what they die of."""
+
+MAX_MOVES = 30
+"""In a row without anything new, for whatever reason."""
 
 LOST = "ENGINE_LOST"
 """Reason of the end of a request whose engine has gone, in contrast to one that it refused."""
@@ -41,8 +44,8 @@ class Journey:
         self.fingerprint = fingerprint
         self.block_tokens = block_tokens
         self.is_closed = False
-        self._moves = 0
-        """Engines it has left since something new came."""
+        self._moves = self._losses = 0
+        """Engines it has left since something new came, and those of them that had gone."""
         self._submission = submission
         self._sink = sink
         self._strand = strand
@@ -112,7 +115,7 @@ class Journey:
             return False
         outputs = self._new(index, outputs)
         if outputs.token_ids or outputs.scores:
-            self._moves = 0
+            self._moves = self._losses = 0
         self._received[index] += outputs.token_ids
         enough = self._sink.put(index, outputs)
         if enough or outputs.finish is not None:
@@ -124,8 +127,10 @@ class Journey:
         if self.is_closed:
             return
         moving = _MOVING if self.was_taken else _MOVING[:1]
-        if error.code in moving and self._moves < MAX_MOVES:
-            self.leave(was_taken=error.reason == LOST)
+        is_lost = error.reason == LOST
+        self._losses += is_lost
+        if error.code in moving and self._moves < MAX_MOVES and self._losses <= MAX_LOSSES:
+            self.leave(was_taken=is_lost)
             self._strand(self, error)
         else:
             self.end(error)

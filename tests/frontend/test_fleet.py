@@ -19,7 +19,7 @@ from services.frontend import fleet as fleet_module
 from services.frontend.engine import BlockDigests, Submission
 from services.frontend.engine_choice import Expectation, Load
 from services.frontend.fleet import Fleet
-from services.frontend.journey import MAX_MOVES, Journey
+from services.frontend.journey import MAX_LOSSES, Journey
 from tests.frontend.test_engine_client import Box, submission
 
 LONG = 400
@@ -164,7 +164,18 @@ async def test_a_stranded_request_that_its_client_leaves_is_forgotten() -> None:
         assert len(engine.submits) == 1
 
 
-async def test_a_request_that_every_engine_drops_ends_after_so_many() -> None:
+async def test_a_request_that_every_engine_dies_of_ends_after_so_many() -> None:
+    gone = Faults(failed=engine_pb2.Failed(code=14, reason="ENGINE_LOST", message="gone"))
+    async with pair(StubEngine(faults=gone), StubEngine(faults=gone)) as (first, second, fleet):
+        journey, box = ask(fleet, submission(8, 9))
+        error = await box.until_error()
+        journey.close()
+        assert error.code is grpc.StatusCode.UNAVAILABLE and error.reason == "ENGINE_LOST"
+        assert len(first.submits) + len(second.submits) == MAX_LOSSES + 1
+
+
+async def test_a_request_that_every_engine_drops_ends_after_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.frontend.journey.MAX_MOVES", 4)
     lost = engine_pb2.Failed(code=14, reason="EXECUTOR_LOST", message="gone")
     faults = Faults(failed=lost, failed_at=0)
     async with pair(StubEngine(faults=faults), StubEngine(faults=faults)) as (first, second, fleet):
@@ -172,7 +183,7 @@ async def test_a_request_that_every_engine_drops_ends_after_so_many() -> None:
         error = await box.until_error()
         journey.close()
         assert error.code is grpc.StatusCode.UNAVAILABLE and error.message == "gone"
-        assert len(first.submits) + len(second.submits) <= MAX_MOVES + 1
+        assert len(first.submits) + len(second.submits) <= 4 + 1
 
 
 async def test_what_is_refused_where_there_is_no_other_engine_is_refused_at_once() -> None:
@@ -329,9 +340,9 @@ def test_what_was_sent_counts_until_the_engine_has_told_of_it() -> None:
     expectation = Expectation()
     expectation.told(Load(prompt_tokens_per_s=100))
     expectation.sent(prompt_of(4), 16)
-    assert expectation.cost(prompt_of(1, first=1000), 16) == ((64 + 16) / 100, 1)
+    assert expectation.cost(prompt_of(1, first=1000), 16) == ((64 + 16) / 100, 1, 4)
     expectation.told(Load(requests=1, prompt_tokens_per_s=100))
-    assert expectation.cost(prompt_of(1, first=1000), 16) == (16 / 100, 1)
+    assert expectation.cost(prompt_of(1, first=1000), 16) == (16 / 100, 1, 4)
 
 
 def test_a_prompt_goes_where_its_beginning_is_cached_unless_the_wait_is_longer() -> None:
