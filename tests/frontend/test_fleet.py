@@ -369,7 +369,8 @@ def test_no_more_blocks_are_remembered_than_may_be(monkeypatch: pytest.MonkeyPat
 
 
 async def test_requests_spread_over_equal_engines_and_prompts_in_common_meet() -> None:
-    async with pair() as (_, _, fleet):
+    engines = [StubEngine(step_s=STEP_S, heartbeat_s=0.02) for _ in range(2)]
+    async with pair(*engines) as (_, _, fleet):
         families = [replace(prompt_of(8, first=1000 * n), max_tokens=2) for n in range(6)]
         where: dict[int, set[str]] = {}
         for _ in range(3):
@@ -377,5 +378,6 @@ async def test_requests_spread_over_equal_engines_and_prompts_in_common_meet() -
                 journey, box = ask(fleet, wanted)
                 where.setdefault(n, set()).add(journey.last_engine)
                 await done(journey, box)
+                await until(lambda: all(not member.expectation._sent_tokens for member in fleet._members))
         assert all(len(engines) == 1 for engines in where.values())
         assert len(set.union(*where.values())) == 2
