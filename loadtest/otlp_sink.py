@@ -74,7 +74,7 @@ class OtlpSink(trace_service_pb2_grpc.TraceServiceServicer):
         self, request: trace_service_pb2.ExportTraceServiceRequest, context: Any
     ) -> trace_service_pb2.ExportTraceServiceResponse:
         """The one RPC of the contract."""
-        self.metadata = {key: value for key, value in context.invocation_metadata()}
+        self.metadata = dict(context.invocation_metadata())
         for part in request.resource_spans:
             told = _values(part.resource.attributes)
             service = str(told["service.name"])
@@ -91,7 +91,7 @@ class OtlpSink(trace_service_pb2_grpc.TraceServiceServicer):
         """The spans, of one trace or all, once `holds` is true of them. Raises TimeoutError."""
         try:
             async with asyncio.timeout(timeout_s):
-                while not holds(found := self._of(trace_id)):
+                while not holds(found := self._of(trace_id)):  # noqa: ASYNC110  there is no event to wait for
                     await asyncio.sleep(POLL_S)
                 return found
         except TimeoutError:
