@@ -7,6 +7,7 @@ beside it, the other traces nothing. They take turns, and their CPU time a reque
 from __future__ import annotations
 
 import argparse
+import asyncio
 import math
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -16,27 +17,32 @@ from statistics import NormalDist, mean, stdev
 from typing import Any
 
 from loadtest import command, peer_process, pipeline, report
-from loadtest.pipeline import Rate
+from loadtest.pipeline import Running
 from services.common.checkpoint import EMBEDDED_MODEL
 from services.common.errors import StartError
 
-STREAMS = 128
+STREAMS = 64
 TOKENS = 128
+STEP_MS = 20.0
+"""So long that all streams keep step: how many steps they share would else be chance, and cost more than tracing."""
+
+BURSTS = 3
 WARMUP_TOKENS = 16
+SETTLE_S = 1.0
 PAIRS = 12
 SERVICES = ("frontend", "scheduler")
 
 
 @dataclass
 class Found:
-    """The turns of each, pair by pair."""
+    """The turns of each, pair by pair: CPU seconds a request, by service."""
 
-    off: list[Rate] = field(default_factory=list)
-    on: list[Rate] = field(default_factory=list)
+    off: list[dict[str, float]] = field(default_factory=list)
+    on: list[dict[str, float]] = field(default_factory=list)
 
     def costs_pct(self) -> list[float]:
         """What tracing adds to the CPU time of a request, by pair."""
-        return [100 * (_cpu_s(on) / _cpu_s(off) - 1) for on, off in zip(self.on, self.off, strict=True)]
+        return [100 * (sum(on.values()) / sum(off.values()) - 1) for on, off in zip(self.on, self.off, strict=True)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +60,7 @@ async def _run(options: argparse.Namespace) -> None:
         flush=True,
     )
     found = await measure(options, pairs)
-    print(_table(found, options.streams), flush=True)
+    print(_table(found), flush=True)
     report.last_line(facts | {"model": options.model, "pairs": pairs, "quick": options.quick} | values(found, options))
 
 
@@ -64,17 +70,27 @@ async def measure(options: argparse.Namespace, pairs: int) -> Found:
     streams = options.streams
     async with (
         collector() as endpoint,
-        pipeline.engine(options.model, streams) as off,
-        pipeline.engine(options.model, streams, flags=("--otlp-endpoint", endpoint)) as on,
+        pipeline.engine(options.model, streams, step_ms=options.step_ms) as off,
+        pipeline.engine(options.model, streams, step_ms=options.step_ms, flags=("--otlp-endpoint", endpoint)) as on,
     ):
         for running in (off, on):
             await pipeline.measure(running, streams=streams, tokens=WARMUP_TOKENS)
         for number in range(pairs):
             sides = [(off, found.off), (on, found.on)]
-            for running, rates in sides if number % 2 == 0 else reversed(sides):
-                rates.append(await pipeline.measure(running, streams=streams, tokens=options.tokens))
+            for running, turns in sides if number % 2 == 0 else reversed(sides):
+                turns.append(await _turn(running, options))
             print(f"loadtest.bench_tracing: {found.costs_pct()[-1]:+.1f}%", file=sys.stderr, flush=True)
     return found
+
+
+async def _turn(running: Running, options: argparse.Namespace) -> dict[str, float]:
+    """CPU seconds a request, by service, of some bursts."""
+    begun = {name: pipeline.cpu_seconds(running.pids[name]) for name in SERVICES}
+    for _ in range(options.bursts):
+        await pipeline.measure(running, streams=options.streams, tokens=options.tokens)
+    await asyncio.sleep(SETTLE_S)  # the last spans are on their way
+    requests = options.bursts * options.streams
+    return {name: (pipeline.cpu_seconds(running.pids[name]) - since_s) / requests for name, since_s in begun.items()}
 
 
 @asynccontextmanager
@@ -92,8 +108,8 @@ def values(found: Found, options: argparse.Namespace) -> dict[str, Any]:
     return {
         "cpu_cost_pct": mean(costs),
         "cpu_cost_pct_ci95": confidence_95(costs),
-        "cpu_ms_per_request_off": report.middle([1e3 * _cpu_s(rate) / options.streams for rate in found.off]),
-        "cpu_ms_per_request_on": report.middle([1e3 * _cpu_s(rate) / options.streams for rate in found.on]),
+        "cpu_ms_per_request_off": report.middle([1e3 * sum(turn.values()) for turn in found.off]),
+        "cpu_ms_per_request_on": report.middle([1e3 * sum(turn.values()) for turn in found.on]),
         "tokens_per_request": options.tokens,
     }
 
@@ -113,17 +129,10 @@ def confidence_95(samples: Sequence[float]) -> list[float] | None:
     return [mean(samples) - half, mean(samples) + half]
 
 
-def _cpu_s(rate: Rate) -> float:
-    return sum(rate.cpu_s[name] for name in SERVICES)
-
-
-def _table(found: Found, streams: int) -> str:
+def _table(found: Found) -> str:
     rows = [
-        (
-            f"{name}: {service}",
-            report.spread([1e3 * rate.cpu_s[service] / streams for rate in rates], 2),
-        )
-        for name, rates in (("off", found.off), ("on", found.on))
+        (f"{name}: {service}", report.spread([1e3 * turn[service] for turn in turns], 2))
+        for name, turns in (("off", found.off), ("on", found.on))
         for service in SERVICES
     ]
     rows.append(("cost, %", report.spread(found.costs_pct())))
@@ -137,6 +146,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--pairs", type=int, default=PAIRS, help="without --quick (%(default)s)")
     add("--model", default=EMBEDDED_MODEL, help="checkpoint folder, or the name of a fetched model (%(default)s)")
     add("--streams", type=int, default=STREAMS, help="at once (%(default)s)")
+    add("--bursts", type=int, default=BURSTS, help="of streams in one turn (%(default)s)")
+    add("--step-ms", type=float, default=STEP_MS, help="time that a step of the stub executor takes (%(default)g)")
     add("--tokens", type=int, default=TOKENS, help="of a stream, one message each (%(default)s)")
     return parser
 
