@@ -55,7 +55,7 @@ class OtlpSink(trace_service_pb2_grpc.TraceServiceServicer):
         self.metadata: dict[str, str | bytes] = {}
         self._keeps = keeps
         self._server = grpc.aio.server()
-        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
+        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
 
     @property
     def endpoint(self) -> str:
@@ -70,7 +70,7 @@ class OtlpSink(trace_service_pb2_grpc.TraceServiceServicer):
     async def __aexit__(self, *_: object) -> None:
         await self._server.stop(0)
 
-    async def Export(  # type: ignore[override]  # noqa: N802 - gRPC's name
+    async def Export(  # noqa: N802 - gRPC's name
         self, request: trace_service_pb2.ExportTraceServiceRequest, context: Any
     ) -> trace_service_pb2.ExportTraceServiceResponse:
         """The one RPC of the contract."""
