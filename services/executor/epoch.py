@@ -17,6 +17,7 @@ from services.executor.device import DeviceLostError
 from services.executor.executor import Executor, Launched, is_out_of_memory
 from services.executor.masks import EpochOverError, MaskBook, StepMasks
 from services.executor.plan import MAX_IN_FLIGHT, BadPlanError, Outcome, Plan, RanksLostError
+from services.executor.step_spans import StepSpans
 from services.executor.steps import StepThread
 
 HEARTBEAT_S = 1.0
@@ -32,9 +33,17 @@ class Epoch:
     Lives on the event loop. What it has to say is read from `events`; `end` may be called from anywhere on the loop.
     """
 
-    def __init__(self, number: int, executor: Executor, steps: StepThread, results: Callable[[], StepThread]) -> None:
+    def __init__(
+        self,
+        number: int,
+        executor: Executor,
+        steps: StepThread,
+        results: Callable[[], StepThread],
+        spans: StepSpans | None = None,
+    ) -> None:
         """`steps` launches steps; `results` gives the thread that waits for what is still under way on a device."""
         self.number = number
+        self._spans = spans
         self.closed = asyncio.Event()
         self._executor = executor
         self._steps = steps
@@ -166,7 +175,8 @@ class Epoch:
             self._fault(pb.FAULT_KIND_BAD_PLAN, message.step, error)
             return
         self._last_taken = plan.step
-        step = asyncio.create_task(self._execute(plan, masks, received_ns))
+        traced = message if self._spans is not None and message.traceparent else None
+        step = asyncio.create_task(self._execute(plan, masks, received_ns, traced))
         self._in_flight.append(step)
 
     def _take_masks(self, message: pb.Masks) -> None:
@@ -201,7 +211,9 @@ class Epoch:
             error = str(refused)
         self._outbox.put_nowait(pb.RunResponse(utility=pb.UtilityDone(id=utility.id, error=error)))
 
-    async def _execute(self, plan: Plan, masks: StepMasks | None, received_ns: int) -> None:
+    async def _execute(
+        self, plan: Plan, masks: StepMasks | None, received_ns: int, traced: pb.StepPlan | None = None
+    ) -> None:
         begun_ns = received_ns
 
         def launch() -> Launched:
@@ -229,8 +241,14 @@ class Epoch:
         else:
             self._last_done = plan.step
             wait_us = max(0, begun_ns - received_ns) // 1000
-            self._outbox.put_nowait(pb.RunResponse(result=wire.result(outcome, received_ns, wait_us)))
+            result = wire.result(outcome, received_ns, wait_us)
+            self._outbox.put_nowait(pb.RunResponse(result=result))
+            if self._spans is not None and traced is not None:
+                self._spans.done(traced, result, time.time_ns())
+                traced = None
         finally:
+            if self._spans is not None and traced is not None:
+                self._spans.failed(traced, received_ns, time.time_ns(), "EPOCH_OVER")
             self._masks.done(plan.step)
             self._in_flight.popleft()
 

@@ -21,6 +21,7 @@ from services.executor.epoch import Epoch
 from services.executor.executor import Executor, Facts
 from services.executor.loader import Progress
 from services.executor.plan import RanksLostError
+from services.executor.step_spans import StepSpans
 from services.executor.steps import StepThread
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ExecutorService"].full_name
@@ -68,8 +69,11 @@ class _Loading:
 class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     """Serves Load, Allocate and Run, and keeps the health names true."""
 
-    def __init__(self, executor: Executor, health: Health, startup: Startup | None = None) -> None:
+    def __init__(
+        self, executor: Executor, health: Health, startup: Startup | None = None, spans: StepSpans | None = None
+    ) -> None:
         self._executor = executor
+        self._spans = spans
         self._health = health
         self._startup = startup or Startup()
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
@@ -203,7 +207,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             if first.epoch != self._last_epoch:
                 raise _aborted(self._last_epoch)
             self._refuse_when_draining()
-            epoch = self._epoch = Epoch(first.epoch, self._executor, self._steps, self._results_thread)
+            epoch = self._epoch = Epoch(first.epoch, self._executor, self._steps, self._results_thread, self._spans)
         log.info("epoch %d begins", epoch.number)
         await self._health.set_generate(True)
         note = asyncio.create_task(self._note_end(epoch))

@@ -44,6 +44,9 @@ class Submission:
     grammar: Grammar | None = None
     traceparent: str = ""
     tracestate: str = ""
+    is_traced: bool = False
+    """By this frontend; `clock_offset_ns` then is what the engine's clock is ahead of ours, set as it is submitted."""
+    clock_offset_ns: int | None = None
     resumed: tuple[tuple[int, tuple[int, ...]], ...] = ()
     """(choice, its ids so far): those that are run; empty: all, from their start."""
 
@@ -59,6 +62,8 @@ class EngineFinish:
 
     reason: str
     stop_id: int | None
+    last_token_unix_ns: int = 0
+    """By the engine's clock."""
 
 
 @dataclass(frozen=True, eq=False)

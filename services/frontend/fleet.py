@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import grpc
 
-from services.common.contract import RESUME
+from services.common.contract import CLOCK_OFFSET, RESUME
 from services.common.errors import RequestError, unavailable
 from services.frontend.engine import Submission
 from services.frontend.engine_choice import Expectation
@@ -68,10 +68,14 @@ class _Stranded:
 class Fleet:
     """`failover_s`: how long a stranded request waits for an engine."""
 
-    def __init__(self, targets: Sequence[str], tokenizer_hash: str, *, failover_s: float) -> None:
+    def __init__(
+        self, targets: Sequence[str], tokenizer_hash: str, *, failover_s: float, tells_clock_offset: bool = False
+    ) -> None:
         self.changed = asyncio.Event()
         """Set when what `can_generate` or `require` say may have changed; who waits clears it."""
-        self._members = [_Member(EngineClient(target, tokenizer_hash)) for target in targets]
+        self._members = [
+            _Member(EngineClient(target, tokenizer_hash, tells_clock_offset=tells_clock_offset)) for target in targets
+        ]
         for member in self._members:
             member.client.on_change = self._look
             member.client.on_load = member.expectation.told
@@ -170,8 +174,10 @@ class Fleet:
             leg = replace(leg, digests=None)  # they are of blocks of another size
         member.journeys.add(journey)
         member.expectation.sent(leg, facts.block_tokens)
+        if leg.is_traced and CLOCK_OFFSET in facts.features:
+            leg = replace(leg, clock_offset_ns=member.client.clock_offset.ns)
         request = member.client.submit(leg, journey)
-        journey.board(member.client.target, request, lambda: member.journeys.discard(journey))
+        journey.board(member.client, request, lambda: member.journeys.discard(journey))
 
     # -- requests that move
 

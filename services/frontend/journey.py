@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import grpc
 
 from services.common.errors import RequestError
+from services.common.telemetry.clock import ClockOffset
 from services.frontend.engine import EngineFinish, Outputs, Scores, Submission
 from services.frontend.engine_request import EngineRequest, Sink
 
@@ -23,6 +25,13 @@ LOST = "ENGINE_LOST"
 
 _MOVING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 """How an engine ends what another may take: it is lost or drains; or, for what has begun, its queue is full."""
+
+
+class Engine(Protocol):
+    """Who a request boards."""
+
+    target: str
+    clock_offset: ClockOffset
 
 
 class Journey:
@@ -58,8 +67,8 @@ class Journey:
         self._request: EngineRequest | None = None
         self._gone: Callable[[], object] = lambda: None
         self._was_taken = bool(submission.resumed)
-        self.last_engine = ""
-        """Where it was last, or is."""
+        self._engine: Engine | None = None
+        self._last_request: EngineRequest | None = None
 
     @property
     def has_ids(self) -> bool:
@@ -91,9 +100,21 @@ class Journey:
             prompt_logprobs=None if scored else leg.prompt_logprobs,
         )
 
-    def board(self, engine: str, request: EngineRequest, gone: Callable[[], object]) -> None:
+    def board(self, engine: Engine, request: EngineRequest, gone: Callable[[], object]) -> None:
         """An engine has it now; `gone` is called when it has it no longer."""
-        self.last_engine, self._request, self._gone = engine, request, gone
+        self._engine, self._request, self._gone = engine, request, gone
+        self._last_request = request
+
+    @property
+    def last_engine(self) -> str:
+        """Where it was last, or is."""
+        return "" if self._engine is None else self._engine.target
+
+    def ended_unix_ns(self) -> int:
+        """When the last choice had its last id, by our clock; now where nobody has said."""
+        if self._engine is None or self._last_request is None:
+            return time.time_ns()
+        return self._last_request.ended_unix_ns(self._engine.clock_offset.ns)
 
     def leave(self, *, was_taken: bool) -> None:
         """Ends it where it is, it is to go on elsewhere; `was_taken`: it is known to have been accepted there."""

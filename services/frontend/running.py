@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import grpc
@@ -13,6 +13,9 @@ import numpy as np
 
 from services.common.contract import TRACE_CONTEXT
 from services.common.errors import RequestError
+from services.common.telemetry.names import DELIVERY
+from services.common.telemetry.server_span import ServerSpan, server_span
+from services.frontend import request_spans
 from services.frontend.answer import Answer
 from services.frontend.engine import Scores, Submission
 from services.frontend.fleet import Fleet
@@ -43,6 +46,8 @@ class Call:
     request_id: str
     tenant: str
     context: Context
+    span: ServerSpan | None = field(default_factory=server_span)
+    """None where it is not traced."""
 
 
 class Runner:
@@ -61,6 +66,16 @@ class Runner:
         submitted: Submitted = lambda request: None,
     ) -> None:
         """Returns when every choice has stopped. Raises what has ended it before, once all that came is sent."""
+        if call.span is None:
+            await self._run(job, answer, call, send, tell, submitted)
+            return
+        request_spans.asked(call.span, job, call.request_id)
+        try:
+            await self._run(job, answer, call, send, tell, submitted)
+        finally:
+            request_spans.answered(call.span, job, answer)
+
+    async def _run(self, job: Job, answer: Answer, call: Call, send: Send, tell: Tell, submitted: Submitted) -> None:
         if job.options.prompt_logprobs is not None and len(job.prompt_ids) == 1:
             await tell(NOTHING_TO_SCORE)
         if not job.asks_engine:
@@ -70,9 +85,16 @@ class Runner:
             while not answer.done:
                 await send(await answer.take())
         else:
-            request = self._engine.submit(await _submission(job, answer.running, call), answer)
+            submission = await _submission(job, answer.running, call)
+            if call.span is not None:
+                call.span.leave(submission.arrived_unix_ns)
+            request = self._engine.submit(submission, answer)
             submitted(request)
-            await _deliver(job, answer, request, call, send, tell)
+            try:
+                await _deliver(job, answer, request, call, send, tell)
+            finally:
+                if call.span is not None and not answer.running:
+                    call.span.begin(DELIVERY, request.ended_unix_ns())
 
 
 async def _deliver(job: Job, answer: Answer, request: Journey, call: Call, send: Send, tell: Tell) -> None:
@@ -80,6 +102,7 @@ async def _deliver(job: Job, answer: Answer, request: Journey, call: Call, send:
     # A call that is cancelled while a slow client holds up a message may stay where it is: the callback is what
     # tells the engine at once.
     call.context.add_done_callback(lambda _: request.close())
+    untold = call.span
     try:
         while not answer.done:
             deltas = await answer.take()
@@ -87,6 +110,9 @@ async def _deliver(job: Job, answer: Answer, request: Journey, call: Call, send:
                 await tell(scores)
             if deltas:
                 await send(deltas)
+                if untold is not None:
+                    request_spans.first_told(untold)
+                    untold = None
     except RequestError as error:
         if error.code is grpc.StatusCode.INTERNAL:
             log.error("request %s (label %r): %s", call.request_id, job.options.label, error.message)
@@ -122,6 +148,7 @@ async def _submission(job: Job, running: tuple[int, ...], call: Call) -> Submiss
         digests=digests,
         traceparent=trace.traceparent,
         tracestate=trace.tracestate,
+        is_traced=call.span is not None,
         resumed=_resumed(job, running),
     )
 

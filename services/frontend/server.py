@@ -11,7 +11,8 @@ from triptych.inference.v1 import inference_pb2_grpc
 from services.common.errors import StartError, unavailable
 from services.common.server import Server
 from services.common.startup import Startup
-from services.frontend import served_model, service
+from services.common.telemetry.tracing import open_tracer
+from services.frontend import request_spans, served_model, service
 from services.frontend.calls import Calls
 from services.frontend.config import FrontendConfig
 from services.frontend.engine_admin import EngineAdmin
@@ -40,8 +41,13 @@ class Frontend:
             tool_call_format=config.tool_call_format,
             reasoning_format=config.reasoning_format,
         )
+        self._tracer = open_tracer(config)
+        self._tracing = request_spans.interceptor(self._tracer) if self._tracer is not None else None
         self.engine = Fleet(
-            (config.engine, *config.more_engines), self.model.tokenizer_hash, failover_s=config.failover_s
+            (config.engine, *config.more_engines),
+            self.model.tokenizer_hash,
+            failover_s=config.failover_s,
+            tells_clock_offset=self._tracer is not None,
         )
         self.grammars = GrammarCheck(self.model.folder, sorted(self.model.eos_ids), config.grammar_budget())
         self.calls = Calls()
@@ -52,6 +58,7 @@ class Frontend:
             max_message_bytes=config.max_message_bytes,
             shares_port=shares_port,
             connection_age=config.connection_age(),
+            interceptors=[] if self._tracing is None else [self._tracing],
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
             InferenceService(self.model, self.engine, self.calls, self.grammars, config.limits(), self._requests),
@@ -122,6 +129,9 @@ class Frontend:
         await self.engine.close()
         await self.model.templates.close()
         await self.grammars.close()
+        if self._tracing is not None and self._tracer is not None:
+            self._tracing.close()
+            await self._tracer.close()
 
     async def _stop_watching(self) -> None:
         if self._watch is not None:

@@ -618,7 +618,7 @@ class Scheduler:
 
     def _note_first(self, request: Request, now_ns: int, updates: Updates) -> None:
         request.first_token_ns = now_ns
-        if request.submission.is_counted:
+        if request.submission.is_counted and len(request.output) == 1:  # else its first came from another engine
             self.counters.time_to_first_token.add(now_ns - request.queued_ns)
         updates.started.append(
             Started(request.key, request.queued_ns, request.scheduled_ns, now_ns, request.cached_tokens)
