@@ -181,7 +181,7 @@ async def test_P4_a_full_queue_ends_the_queue_span_with_its_reason(model: Path, 
 
 async def test_P4_a_lost_executor_ends_parts_and_steps_with_the_error(model: Path, sink: OtlpSink) -> None:
     executor = StubExecutor(step_s=0.002, max_in_flight=2)
-    async with traced(model, sink, executor) as stack:
+    async with traced(model, sink, executor, scheduler={"recovery_s": 0.2}, failover_s=0.0) as stack:
         call = asyncio.create_task(
             generate(stack.channel, by_ids([10], greedy(max_tokens=900, ignore_eos=True)), metadata=SAMPLED)
         )
@@ -195,6 +195,21 @@ async def test_P4_a_lost_executor_ends_parts_and_steps_with_the_error(model: Pat
     assert edges.server(spans).error == "UNAVAILABLE"
     decode = edges.parts(spans)["decode"]
     assert decode.error == "EXECUTOR_LOST" and decode.attributes["triptych.end"] == "failed"
+
+
+async def test_a_request_that_outlives_its_executor_has_each_part_once(model: Path, sink: OtlpSink) -> None:
+    executor = StubExecutor(step_s=0.002, max_in_flight=2)
+    async with traced(model, sink, executor) as stack:
+        request = by_ids([10], greedy(max_tokens=300, ignore_eos=True))
+        call = asyncio.create_task(generate(stack.channel, request, metadata=SAMPLED))
+        await until(lambda: stack.scheduler.engine.core.num_running == 1 and len(executor.plans) > 3)
+        await executor.stop()
+        await executor.start()
+        assert len((await call).ids) == 300
+        spans = await stack.trace("decode", trace_id=TRACE_ID)
+    assert edges.server(spans).error is None
+    decode = edges.parts(spans)["decode"]
+    assert decode.error is None and decode.attributes["triptych.preemptions"] == 1
 
 
 async def test_preempted_requests_have_each_part_once_and_say_how_often(model: Path, sink: OtlpSink) -> None:
