@@ -30,6 +30,8 @@ class WorkerLevels:
     def forget(self, process: Process) -> None:
         """It has ended."""
         self._processes.discard(process)
+        if process.stdin is not None:
+            process.stdin.close()
 
     async def set(self, level: str, logger: str, duration_s: int | None) -> str:
         """In all; each has the loggers that this process has. Nothing can go wrong, so empty."""

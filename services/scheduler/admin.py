@@ -10,7 +10,7 @@ from triptych.engine.v1 import admin_pb2, admin_pb2_grpc
 
 from services.common import audit, log_level
 from services.common.contract import Door
-from services.common.errors import unserved
+from services.common.health import Health
 from services.scheduler.clock import now_ns
 from services.scheduler.engine import Engine
 
@@ -18,6 +18,7 @@ ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 
 _DOOR = Door(
     {
+        "triptych.engine.v1.DrainRequest": frozenset({"grace_ms"}),
         "triptych.engine.v1.FlushPrefixCacheRequest": frozenset(),
         "triptych.engine.v1.GetLoadRequest": frozenset(),
         "triptych.engine.v1.GetStatsRequest": frozenset(),
@@ -28,16 +29,23 @@ _DOOR = Door(
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    """Tells of load and counters, flushes the prefix cache, sets log levels; Drain is UNIMPLEMENTED."""
+    """Tells of load and counters, flushes the prefix cache and tells of it, sets log levels, drains."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, health: Health) -> None:
         self._engine = engine
+        self._health = health
 
     async def Drain(  # noqa: N802
         self, request: admin_pb2.DrainRequest, context: Any
     ) -> admin_pb2.DrainResponse:
-        """Not yet: SIGTERM drains."""
-        raise unserved("Drain", "is not served yet; SIGTERM drains")
+        """Refuses what is new from now on; the process goes on until SIGTERM."""
+        _DOOR.check(request)
+        grace_s = request.grace_ms / 1000 if request.HasField("grace_ms") else None
+        told: dict[str, object] = {"grace_s": grace_s}
+        with audit.told("Drain", context, told):
+            await self._health.set_ready(False)
+            told["moved_requests"] = moved = await self._engine.drain_within(grace_s)
+            return admin_pb2.DrainResponse(moved_requests=moved)
 
     async def SetLogLevel(  # noqa: N802
         self, request: admin_pb2.SetLogLevelRequest, context: Any

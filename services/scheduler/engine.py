@@ -582,21 +582,40 @@ class Engine:
         """Ends the work beside the event loop."""
         self._grammars.close()
 
+    async def drain_within(self, grace_s: float | None) -> int:
+        """Refuses what is new, for good, and returns when no request is left, or, after a grace, has ended the rest
+        UNAVAILABLE: how many choices that were. Who does not wait for it takes the grace away, and nothing else."""
+        self._begin_drain()
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._empty.wait()
+        except TimeoutError:
+            moved = self.core.num_requests + self._grammars.num_waiting
+            self._end_all()
+            return moved
+        return 0
+
     async def drain(self) -> None:
         """Refuses what is new and returns when no request is left; cut short, it ends the rest UNAVAILABLE."""
+        self._begin_drain()
+        try:
+            await self._empty.wait()
+        except asyncio.CancelledError:
+            self._end_all()
+            raise
+
+    def _begin_drain(self) -> None:
         self._draining = True
         self.changed.set()
         if self._core is not None:
             self._self_test.abandon(self._core)
         self._requests_changed()
-        try:
-            await self._empty.wait()
-        except asyncio.CancelledError:
-            message = "the scheduler shut down before this request was done; submit it to another"
-            self._grammars.refuse_all(unavailable("DRAINING", message))  # those that the core does not know yet
-            self._grammars.close()
-            self._deliver(self.core.fail_all(FailureKind.DRAINING, message))
-            raise
+
+    def _end_all(self) -> None:
+        message = "the scheduler shut down before this request was done; submit it to another"
+        self._grammars.refuse_all(unavailable("DRAINING", message))  # those that the core does not know yet
+        self._grammars.close()
+        self._deliver(self.core.fail_all(FailureKind.DRAINING, message))
 
 
 def _reason(failure: Failure | RequestError) -> str:

@@ -72,7 +72,9 @@ class SchedulerServer:
             max_pending_bytes = pending_limit_bytes(config.most_scores_bytes)
         servicer = EngineServicer(self.engine, max_pending_bytes)
         engine_pb2_grpc.add_EngineServiceServicer_to_server(servicer, self.server.grpc)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self.engine), self.server.grpc)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(
+            AdminServicer(self.engine, self.server.health), self.server.grpc
+        )
         self._tasks: list[asyncio.Task[Any]] = []
 
     async def start(self) -> None:

@@ -1,4 +1,4 @@
-"""AdminService: flushing the prefix cache, following its events, and what is not served."""
+"""AdminService: flushing the prefix cache, following its events, draining."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from triptych.engine.v1 import admin_pb2, admin_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from triptych.engine.v1 import admin_pb2, admin_pb2_grpc, engine_pb2
 
 from services.common.digests import prompt_digests, root_digest
 from services.scheduler.core.kv_events import Cleared, Removed, Stored
 from services.scheduler.kv_event_log import EVENTS_A_MESSAGE, MAX_KEPT_EVENTS, KvEventLog
-from tests.support.attached import Bench, bench
+from tests.support.attached import Bench, bench, until
 
 PROMPT = list(range(40))
 ROOT = root_digest(tenant="", salt="", adapter="")
@@ -84,12 +85,63 @@ async def test_an_event_that_is_not_there_is_out_of_range(model: Path, sequence:
         assert words in (caught.value.details() or "")
 
 
-@pytest.mark.parametrize("call", ["Drain"])
-async def test_calls_that_are_not_served_say_so(model: Path, call: str) -> None:
+# -- draining
+
+
+def drain(grace_ms: int | None = None) -> admin_pb2.DrainRequest:
+    return admin_pb2.DrainRequest(grace_ms=grace_ms)
+
+
+async def ready(b: Bench) -> bool:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{b.server.server.port}") as channel:
+        request = health_pb2.HealthCheckRequest(service="readiness")
+        answer = await health_pb2_grpc.HealthStub(channel).Check(request)
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def test_a_drain_lets_what_runs_finish_and_refuses_what_is_new(model: Path) -> None:
     async with bench(model) as b, admin_of(b) as admin:
+        b.stub.hold()
+        running = await b.frontend.submit([1], max_tokens=5)
+        await b.stub.plan_arrived(1)
+        assert await ready(b)
+        draining = asyncio.ensure_future(admin.Drain(drain()))
+        await until(lambda: b.frontend.heartbeats[-1].state == engine_pb2.ENGINE_STATE_DRAINING)
+        late = await b.frontend.run([2])
+        assert late.failed is not None and late.failed.reason == "DRAINING"
+        assert not draining.done() and not await ready(b)
+        b.stub.release()
+        assert (await draining).moved_requests == 0
+        assert running.finished and len(running.ids) == 5
+        assert (await admin.Drain(drain())).moved_requests == 0  # of an empty engine: at once
+        assert not b.server.engine.can_generate
+
+
+async def test_after_its_grace_a_drain_ends_the_rest_and_says_how_many(model: Path) -> None:
+    async with bench(model) as b, admin_of(b) as admin:
+        b.stub.hold()
+        stuck = [await b.frontend.submit([1]) for _ in range(2)]
+        await b.frontend.synced()
+        assert (await admin.Drain(drain(grace_ms=50))).moved_requests == 2
+        for told in stuck:
+            await told.done.wait()
+            assert told.code is grpc.StatusCode.UNAVAILABLE and told.failed is not None
+            assert told.failed.reason == "DRAINING"
+
+
+async def test_who_leaves_a_drain_undoes_nothing_and_ends_nothing(model: Path) -> None:
+    async with bench(model) as b, admin_of(b) as admin:
+        b.stub.hold()
+        running = await b.frontend.submit([1], max_tokens=5)
+        await b.stub.plan_arrived(1)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await getattr(admin, call)(getattr(admin_pb2, f"{call}Request")())
-        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            await admin.Drain(drain(grace_ms=500), timeout=0.1)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await asyncio.sleep(0.6)
+        assert not running.done.is_set()
+        b.stub.release()
+        await running.done.wait()
+        assert running.finished and (await b.frontend.run([2])).code is grpc.StatusCode.UNAVAILABLE
 
 
 # -- the log
