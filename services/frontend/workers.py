@@ -1,5 +1,7 @@
 """Several frontend processes that listen on one port: started together, drained together, one that dies is replaced.
 
+One that crashes again and again is not: then all end, with an exit code that says so.
+
 The kernel spreads connections, not calls, over the sockets that share a port (SO_REUSEPORT, socket(7)): a client with
 one connection talks to one process.
 """
@@ -14,6 +16,7 @@ import signal
 import socket
 import sys
 from asyncio.subprocess import Process
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 from services.common.errors import StartError
@@ -22,11 +25,35 @@ from services.frontend.config import FrontendConfig
 from services.frontend.worker import COULD_NOT_SERVE
 from services.frontend.worker_levels import WorkerLevels
 
-AGAIN_S = 1.0
+MOST_CRASHES = 5
+CRASH_WINDOW_S = 60.0
+"""A place whose processes crash so often within so many seconds is given up, and with it the frontend: whoever watches
+this command learns that something is wrong, instead of reading about it in a log."""
+
+FIRST_AGAIN_S, LAST_AGAIN_S = 1.0, 8.0
+"""Between a crash and the next process: twice as long after each crash within the window."""
+
+CRASHED = 1
 CUT_S = 5.0
 """What a process is given, past its drain, before it is killed."""
 
 log = logging.getLogger(__name__)
+
+
+class Crashes:
+    """Of one place, lately."""
+
+    def __init__(self) -> None:
+        self._at_s: deque[float] = deque()
+
+    def again_s(self, now_s: float) -> float | None:
+        """One more, now: seconds to wait before the next process; None where there should be none."""
+        self._at_s.append(now_s)
+        while now_s - self._at_s[0] > CRASH_WINDOW_S:
+            self._at_s.popleft()
+        if len(self._at_s) >= MOST_CRASHES:
+            return None
+        return min(FIRST_AGAIN_S * 2.0 ** (len(self._at_s) - 1), LAST_AGAIN_S)
 
 
 class Workers:
@@ -53,6 +80,7 @@ class Workers:
 
     async def _keep(self, number: int, port: int) -> int:
         """One process after the other, until the end; then 1 where the last one's exit code was an error."""
+        crashes = Crashes()
         while True:
             process = await self._start(port)
             self._running.add(process)
@@ -66,9 +94,21 @@ class Workers:
                 self._end()
             if self._ending.is_set():
                 return int(code > 0)
-            log.warning("frontend process %d (pid %d) ended with %d; starting another", number, process.pid, code)
+            again_s = crashes.again_s(asyncio.get_running_loop().time())
+            if again_s is None:
+                log.error(
+                    "frontend process %d ended %d times within %.0f s, last (pid %d) with %d; what it said before is "
+                    "why; the frontend ends",
+                    *(number, MOST_CRASHES, CRASH_WINDOW_S, process.pid, code),
+                )
+                self._end()
+                return CRASHED
+            log.warning(
+                "frontend process %d (pid %d) ended with %d; starting another in %.0f s",
+                *(number, process.pid, code, again_s),
+            )
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ending.wait(), AGAIN_S)
+                await asyncio.wait_for(self._ending.wait(), again_s)
             if self._ending.is_set():
                 return 0
 

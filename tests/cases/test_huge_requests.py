@@ -38,7 +38,7 @@ from tests.frontend.harness import (
 )
 from tests.frontend.test_process import SERVING, process, watched
 from tests.support.attached import bench, write_model
-from tests.support.calls import by_ids, by_text, chat, generate, greedy
+from tests.support.calls import EVERY_CALL, STREAM_AND_UNARY, ask, by_ids, by_text, call, chat, generate, greedy, place
 
 MIB = 1024 * 1024
 STALL_S = 3 * 0.1
@@ -60,9 +60,9 @@ async def served(model: Path) -> AsyncIterator[Served]:
         yield served
 
 
-async def failure(call: Any) -> grpc.aio.AioRpcError:
+async def failure(running: Any) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
+        await running
     return caught.value
 
 
@@ -138,10 +138,10 @@ LIMITS: dict[str, tuple[Ask, int, str, str]] = {
 async def test_S8_a_size_at_its_limit_is_served_and_one_more_is_refused_by_field_value_and_limit(
     served: Served, what: str
 ) -> None:
-    ask, limit, field, key = LIMITS[what]
-    await ask(served, limit)
+    sized, limit, field, key = LIMITS[what]
+    await sized(served, limit)
     submits = len(served.engine.submits)
-    error = await failure(ask(served, limit + 1))
+    error = await failure(sized(served, limit + 1))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT and fields_at_fault(error) == [field]
     for part in (field, f"has {limit + 1} ", f"at most {limit} ", key):
         assert part in (error.details() or "")
@@ -193,11 +193,12 @@ HUGE: dict[str, tuple[Callable[[], Message], grpc.StatusCode, str]] = {
 }
 
 
-async def test_S8_huge_options_are_refused_by_name_and_the_server_serves_on(model: Path) -> None:
+@EVERY_CALL
+async def test_S8_huge_options_are_refused_by_name_and_the_server_serves_on(model: Path, rpc: str) -> None:
     async with serving(model, scripted([50]), max_message_bytes=32 * MIB) as served:
         for make, code, field in HUGE.values():
-            error = await failure(generate(served.channel, by_ids([10], make())))
-            assert error.code() is code and fields_at_fault(error) == [field]
+            error = await failure(ask(served.channel, rpc, make()))
+            assert error.code() is code and fields_at_fault(error) == [place(rpc, field)]
             assert_small(error)
         assert served.engine.submits == []
         assert (await generate(served.channel, by_ids([10], greedy(max_tokens=1)))).ids == [50]
@@ -246,29 +247,27 @@ def peak_bytes(refuse: Callable[[], None]) -> int:
         tracemalloc.stop()
 
 
-async def test_S8_a_prompt_of_too_many_ids_is_refused_by_their_number_alone(served: Served) -> None:
+@STREAM_AND_UNARY
+async def test_S8_a_prompt_of_too_many_ids_is_refused_by_their_number_alone(served: Served, rpc: str) -> None:
     ids = [VOCAB_SIZE] * 10**5  # each of them would be refused too, were it read
-    error = await failure(generate(served.channel, by_ids(ids, greedy())))
-    assert fields_at_fault(error) == ["token_ids"] and reason(error) == "PROMPT_TOO_LONG"
+    error = await failure(generate(served.channel, by_ids(ids, greedy()), rpc=rpc))
+    assert fields_at_fault(error) == [place(rpc, "token_ids")] and reason(error) == "PROMPT_TOO_LONG"
     assert "100000 tokens" in (error.details() or "") and "holds 1024" in (error.details() or "")
 
 
-async def test_S8_prompt_logprobs_on_the_longest_prompt_are_capped_before_the_engine_is_asked(model: Path) -> None:
+@STREAM_AND_UNARY
+async def test_S8_prompt_logprobs_on_the_longest_prompt_are_capped_before_the_engine_is_asked(
+    model: Path, rpc: str
+) -> None:
     async with serving(model, scripted([50]), max_scored_tokens=8) as served:
         options = greedy(prompt_logprobs=0, max_tokens=0)
-        asks: dict[str, Callable[[int], Any]] = {
-            "options": lambda n: generate(served.channel, by_ids([10] * n, options)),
-            "request.options": lambda n: served.stub.GenerateUnary(
-                inference_pb2.GenerateUnaryRequest(request=by_text("1" * n, options))
-            ),
-        }
-        for path, ask in asks.items():
-            await ask(8)
+        for make in (lambda n: by_ids([10] * n, options), lambda n: by_text("1" * n, options)):
+            await generate(served.channel, make(8), rpc=rpc)
             submits = len(served.engine.submits)
             for length in (9, 1024):
-                error = await failure(ask(length))
+                error = await failure(generate(served.channel, make(length), rpc=rpc))
                 assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-                assert fields_at_fault(error) == [f"{path}.prompt_logprobs"]
+                assert fields_at_fault(error) == [place(rpc, "options.prompt_logprobs")]
                 assert f"at most 8 tokens (max_scored_tokens), this one has {length}" in (error.details() or "")
             assert len(served.engine.submits) == submits
         assert (await generate(served.channel, by_ids([10] * 9, greedy(max_tokens=1)))).ids == [50]  # unscored: no cap
@@ -288,28 +287,28 @@ async def test_S8_every_limit_is_told_under_its_configuration_key(served: Served
     assert (limits["max_choices"], limits["max_logprobs"]) == (16, 20)
 
 
-async def test_G6_a_prompt_past_the_message_limit_is_refused_with_both_sizes(model: Path) -> None:
+@EVERY_CALL
+async def test_G6_a_prompt_past_the_message_limit_is_refused_with_both_sizes(model: Path, rpc: str) -> None:
+    text = "a" * (5 * MIB)
+    request = Chat(messages=[user(text)]) if rpc.startswith("Chat") else by_text(text, greedy())
     async with serving(model, scripted([50])) as served:
-        for call in (
-            generate(served.channel, by_text("a" * (5 * MIB), greedy())),
-            chat(served.channel, Chat(messages=[user("a" * (5 * MIB))])),
-        ):
-            error = await failure(call)
-            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            sizes_told = re.search(r"larger than max \((\d+) vs\. (\d+)\)", error.details() or "")
-            assert sizes_told and int(sizes_told[1]) > 5 * MIB and int(sizes_told[2]) == 4 * MIB
+        error = await failure(call(served.channel, rpc, request))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        sizes_told = re.search(r"larger than max \((\d+) vs\. (\d+)\)", error.details() or "")
+        assert sizes_told and int(sizes_told[1]) > 5 * MIB and int(sizes_told[2]) == 4 * MIB
         limits = (await served.stub.GetModel(inference_pb2.GetModelRequest())).model.limits
         assert limits["max_message_bytes"] == 4 * MIB
         assert (await generate(served.channel, by_ids([10], greedy(max_tokens=1)))).ids == [50]
 
 
-async def test_G6_a_5_mb_prompt_passes_the_first_hop_where_the_operator_allows_it(model: Path) -> None:
+@STREAM_AND_UNARY
+async def test_G6_a_5_mb_prompt_passes_the_first_hop_where_the_operator_allows_it(model: Path, rpc: str) -> None:
     prompt = [300, 301] * 1_300_000  # two bytes an id in the request, four in the Submit
     engine = scripted([50], context_tokens=3_000_000)
     async with serving(model, engine, max_message_bytes=16 * MIB) as served:
         request = by_ids(prompt, greedy(max_tokens=2))
         assert request.ByteSize() > 5_000_000
-        assert (await generate(served.channel, request)).ids == [50, 50]
+        assert (await generate(served.channel, request, rpc=rpc)).ids == [50, 50]
         assert engine.submits[0].prompt_ids == np.array(prompt, "<u4").tobytes()
 
 
@@ -387,11 +386,12 @@ async def test_G6_prompt_logprobs_of_8k_tokens_come_in_messages_under_the_limit_
         assert len(s.engine.submits) == 2 and s.engine.num_running == 0
 
 
-async def test_G6_an_echo_that_is_no_message_any_more_says_so_and_asks_no_engine(model: Path) -> None:
+@STREAM_AND_UNARY
+async def test_G6_an_echo_that_is_no_message_any_more_says_so_and_asks_no_engine(model: Path, rpc: str) -> None:
     async with serving(model, scripted([50]), max_message_bytes=4096, max_prompt_bytes=1000) as served:
         # 1,000 ids of two bytes fit the request; with the text that they stand for they are too many for the answer.
         ids = [400] * 1000
-        error = await failure(generate(served.channel, by_ids(ids, greedy(echo=True, max_tokens=1))))
+        error = await failure(generate(served.channel, by_ids(ids, greedy(echo=True, max_tokens=1)), rpc=rpc))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and reason(error) == "ANSWER_TOO_LARGE"
         assert "leave out echo" in (error.details() or "") and served.engine.submits == []
 
@@ -417,6 +417,19 @@ async def raw(channel: grpc.aio.Channel, method: str, request: bytes) -> None:
     """A call whose bytes are made before: the client's own work would count as the server's delay."""
     async for _ in channel.unary_stream(f"/triptych.inference.v1.InferenceService/{method}")(request):
         pass
+
+
+@EVERY_CALL
+async def test_T12_a_prompt_over_the_byte_limit_is_refused_before_it_is_tokenized(
+    model: Path, rpc: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(model, max_prompt_bytes=1000) as served:
+        monkeypatch.setattr(served.frontend.model.tokenizer, "encode", lambda *_, **__: pytest.fail("tokenized"))
+        text, field = "a" * 1001, "messages" if rpc.startswith("Chat") else "text"
+        request = Chat(messages=[user(text)]) if rpc.startswith("Chat") else by_text(text, greedy())
+        error = await failure(call(served.channel, rpc, request))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT and fields_at_fault(error) == [place(rpc, field)]
+        assert reason(error) == "PROMPT_TOO_LONG" and served.engine.submits == []
 
 
 async def test_T12_a_20_mb_prompt_is_refused_by_a_byte_limit_and_one_near_the_limit_stalls_nobody(

@@ -14,7 +14,7 @@ from triptych.inference.v1 import inference_pb2
 
 from loadtest.stub_engine import Faults
 from tests.frontend.harness import Served, attached, reason, retry_after_s, scripted, serving, text_checkpoint
-from tests.support.calls import Answer, by_ids, generate, greedy
+from tests.support.calls import EVERY_CALL, STREAM_AND_UNARY, Answer, ask, by_ids, generate, greedy, is_unary
 from tests.support.checkpoints import EOS_ID
 
 AT_ONCE_S = 1.0
@@ -26,9 +26,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return text_checkpoint(tmp_path_factory.mktemp("streams") / "tiny-text")
 
 
-async def collect(served: Served, options: inference_pb2.Options, **call: Any) -> tuple[Answer, grpc.StatusCode]:
-    """What came, and the status."""
+async def collect(
+    served: Served, options: inference_pb2.Options, rpc: str = "Generate", **call: Any
+) -> tuple[Answer, grpc.StatusCode]:
+    """What came, and the status; of a call other than Generate all or nothing."""
     answer = Answer()
+    if rpc != "Generate":
+        try:
+            return await ask(served.channel, rpc, options, **call), grpc.StatusCode.OK
+        except grpc.aio.AioRpcError as error:
+            return answer, error.code()
     stream = served.stub.Generate(by_ids([10], options), **call)
     try:
         async for message in stream:
@@ -38,6 +45,7 @@ async def collect(served: Served, options: inference_pb2.Options, **call: Any) -
     return answer, await stream.code()
 
 
+@EVERY_CALL
 @pytest.mark.parametrize(
     ("script", "options", "ended"),
     [
@@ -48,21 +56,24 @@ async def collect(served: Served, options: inference_pb2.Options, **call: Any) -
     ],
 )
 async def test_G1_a_stream_that_ends_well_has_one_finish_and_then_one_usage(
-    model: Path, script: list[int], options: inference_pb2.Options, ended: str
+    model: Path, script: list[int], options: inference_pb2.Options, ended: str, rpc: str
 ) -> None:
     async with serving(model, scripted(script)) as served:
-        answer, status = await collect(served, options)
+        answer, status = await collect(served, options, rpc)
         assert status is grpc.StatusCode.OK and answer.reason == ended
+        assert answer.usage.completion_tokens == len(answer.ids) and len(answer.finishes) == 1
+        if is_unary(rpc):
+            return
         kinds = ["prompt" if m.HasField("prompt") else "usage" if m.HasField("usage") else "c" for m in answer.messages]
         assert kinds[0] == "prompt" and kinds[-1] == "usage" and set(kinds[1:-1]) == {"c"}
         assert answer.messages[-2].choices[0].HasField("finish")
         assert not any(m.choices for m in (answer.messages[0], answer.messages[-1]))
-        assert answer.usage.completion_tokens == len(answer.ids)
 
 
-async def test_G1_a_stop_string_ends_the_stream_once(model: Path) -> None:
+@EVERY_CALL
+async def test_G1_a_stop_string_ends_the_answer_once(model: Path, rpc: str) -> None:
     async with serving(model, scripted([50, 51, 52])) as served:
-        answer, status = await collect(served, greedy(stop=[served.decode([51])]))
+        answer, status = await collect(served, greedy(stop=[served.decode([51])]), rpc)
         assert status is grpc.StatusCode.OK and answer.reason == "STOP" and answer.ids == [50, 51]
         await served.engine.wait_until(lambda engine: len(engine.aborts) == 1)
 
@@ -80,14 +91,23 @@ async def test_G1_an_engine_that_dies_ends_the_stream_unavailable(model: Path) -
         assert ids == [50] * 3 and not any(choice.HasField("finish") for m in seen for choice in m.choices)
 
 
-async def test_G1_an_engine_that_dies_before_the_first_token_never_leaves_an_empty_ok(model: Path) -> None:
+@EVERY_CALL
+async def test_G1_an_engine_that_dies_in_the_middle_ends_every_call_unavailable(model: Path, rpc: str) -> None:
+    async with serving(model, scripted([50], faults=Faults(cut_at=3), step_s=0.01)) as served:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await ask(served.channel, rpc, greedy())
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE and reason(caught.value) == "ENGINE_LOST"
+
+
+@EVERY_CALL
+async def test_G1_an_engine_that_dies_before_the_first_token_never_leaves_an_empty_ok(model: Path, rpc: str) -> None:
     async with serving(model, scripted([50], faults=Faults(silent=True))) as served:
-        call = asyncio.create_task(collect(served, greedy()))
+        call = asyncio.create_task(collect(served, greedy(), rpc))
         await served.engine.wait_until(lambda engine: len(engine.submits) == 1)
         await served.engine.stop()
         answer, status = await asyncio.wait_for(call, AT_ONCE_S * 3)
         assert status is grpc.StatusCode.UNAVAILABLE and not answer.finishes
-        _, status = await collect(served, greedy())
+        _, status = await collect(served, greedy(), rpc)
         assert status is grpc.StatusCode.UNAVAILABLE  # no engine now
         await served.engine.start()
         await asyncio.wait_for(attached(served.frontend), 10)
@@ -104,17 +124,40 @@ async def test_G1_an_engine_that_dies_before_the_first_token_never_leaves_an_emp
     ],
 )
 @pytest.mark.parametrize("failed_at", [0, 2])
+@STREAM_AND_UNARY
 async def test_G1_a_request_the_engine_fails_has_the_engines_status(
-    model: Path, failed: engine_pb2.Failed, status: grpc.StatusCode, failed_at: int
+    model: Path, failed: engine_pb2.Failed, status: grpc.StatusCode, failed_at: int, rpc: str
 ) -> None:
     faults = Faults(failed=failed, failed_at=failed_at)
     async with serving(model, scripted([50], faults=faults)) as served:
-        answer, ended = await collect(served, greedy())
-        assert ended is status and not answer.finishes and answer.ids == [50] * failed_at
+        answer, ended = await collect(served, greedy(), rpc)
+        assert ended is status and not answer.finishes
+        assert answer.ids == ([] if is_unary(rpc) else [50] * failed_at)
 
 
-async def test_G1_a_cancelled_stream_ends_cancelled_and_frees_the_engine(model: Path) -> None:
+@EVERY_CALL
+async def test_G3_a_full_queue_is_said_with_a_message_and_a_time_to_come_back(model: Path, rpc: str) -> None:
+    failed = engine_pb2.Failed(
+        code=8, reason="QUEUE_FULL", message="1 request waits, the limit is 1", retry_after_ms=50
+    )
+    async with serving(model, scripted([50], faults=Faults(failed=failed))) as served:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await ask(served.channel, rpc, greedy())
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and reason(caught.value) == "QUEUE_FULL"
+        assert "the limit is 1" in (caught.value.details() or "") and retry_after_s(caught.value) == 0.05
+
+
+@STREAM_AND_UNARY
+async def test_G1_a_cancelled_call_ends_cancelled_and_frees_the_engine(model: Path, rpc: str) -> None:
     async with serving(model, scripted([50], step_s=0.01)) as served:
+        if is_unary(rpc):
+            request = inference_pb2.GenerateUnaryRequest(request=by_ids([10], greedy()))
+            unary = served.stub.GenerateUnary(request)
+            await served.engine.wait_until(lambda engine: engine.num_running == 1)
+            unary.cancel()
+            assert await unary.code() is grpc.StatusCode.CANCELLED
+            await served.engine.wait_until(lambda engine: len(engine.aborts) == 1 and engine.num_running == 0)
+            return
         stream = served.stub.Generate(by_ids([10], greedy()))
         async for message in stream:
             if message.choices:
@@ -124,9 +167,10 @@ async def test_G1_a_cancelled_stream_ends_cancelled_and_frees_the_engine(model: 
         await served.engine.wait_until(lambda engine: len(engine.aborts) == 1 and engine.num_running == 0)
 
 
-async def test_G1_a_deadline_travels_and_ends_the_stream(model: Path) -> None:
+@EVERY_CALL
+async def test_G1_a_deadline_travels_and_ends_the_call(model: Path, rpc: str) -> None:
     async with serving(model, scripted([50], faults=Faults(silent=True))) as served:
-        _, status = await collect(served, greedy(), timeout=0.5)
+        _, status = await collect(served, greedy(), rpc, **{"timeout" if rpc == "Generate" else "timeout_s": 0.5})
         assert status is grpc.StatusCode.DEADLINE_EXCEEDED
         (submit,) = served.engine.submits
         assert 0 < submit.timeout_ms <= 500
@@ -137,9 +181,10 @@ async def test_G1_a_deadline_travels_and_ends_the_stream(model: Path) -> None:
         task.cancel()
 
 
-async def test_G5_a_handler_that_waits_is_ended_by_a_shutdown(model: Path) -> None:
+@EVERY_CALL
+async def test_G5_a_handler_that_waits_is_ended_by_a_shutdown(model: Path, rpc: str) -> None:
     async with serving(model, scripted([50], faults=Faults(silent=True))) as served:
-        call = asyncio.create_task(collect(served, greedy()))
+        call = asyncio.create_task(collect(served, greedy(), rpc))
         await served.engine.wait_until(lambda engine: len(engine.submits) == 1)
         drain = asyncio.create_task(served.frontend.drain())
         await asyncio.sleep(0.1)
@@ -152,9 +197,10 @@ async def test_G5_a_handler_that_waits_is_ended_by_a_shutdown(model: Path) -> No
         await served.engine.wait_until(lambda engine: len(engine.aborts) == 1)
 
 
-async def test_G5_a_server_that_stops_ends_what_is_open(model: Path) -> None:
+@STREAM_AND_UNARY
+async def test_G5_a_server_that_stops_ends_what_is_open(model: Path, rpc: str) -> None:
     async with serving(model, scripted([50], faults=Faults(silent=True))) as served:
-        calls = [asyncio.create_task(collect(served, greedy())) for _ in range(3)]
+        calls = [asyncio.create_task(collect(served, greedy(), rpc)) for _ in range(3)]
         await served.engine.wait_until(lambda engine: len(engine.submits) == 3)
         await served.frontend.close()
         for call in calls:
@@ -162,14 +208,15 @@ async def test_G5_a_server_that_stops_ends_what_is_open(model: Path) -> None:
             assert status in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
 
 
-async def test_G5_a_drain_lets_streams_finish_and_refuses_new_ones(model: Path) -> None:
+@STREAM_AND_UNARY
+async def test_G5_a_drain_lets_calls_finish_and_refuses_new_ones(model: Path, rpc: str) -> None:
     async with serving(model, scripted([50], step_s=0.02)) as served:
-        call = asyncio.create_task(generate(served.channel, by_ids([10], greedy(max_tokens=20))))
+        call = asyncio.create_task(generate(served.channel, by_ids([10], greedy(max_tokens=20)), rpc=rpc))
         await served.engine.wait_until(lambda engine: len(engine.submits) == 1)
         drain = asyncio.create_task(served.frontend.drain())
         await asyncio.sleep(0.05)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await generate(served.channel, by_ids([11], greedy()))
+            await generate(served.channel, by_ids([11], greedy()), rpc=rpc)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE and reason(caught.value) == "DRAINING"
         assert retry_after_s(caught.value) > 0
         assert len((await call).ids) == 20

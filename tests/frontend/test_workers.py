@@ -20,6 +20,7 @@ from triptych.inference.v1 import inference_pb2, inference_pb2_grpc
 from loadtest.stub_engine import StubEngine
 from services.common.errors import StartError
 from services.frontend.main import main
+from services.frontend.workers import Crashes
 from tests.frontend.harness import scripted, user
 from tests.frontend.test_process import RUN, START_S
 from tests.support.calls import by_ids, greedy
@@ -35,6 +36,20 @@ if "services.frontend.worker" in sys.orig_argv and not crashed.exists():
     collector.hold = hold
 """
 """A module sitecustomize, which Python imports as it starts: the first processes of a frontend end by an exception."""
+
+CRASH_ALWAYS = """
+import sys
+if "services.frontend.worker" in sys.orig_argv:
+    from services.common import collector
+    def hold():
+        raise RuntimeError("it crashes")
+    collector.hold = hold
+elif "-c" in sys.orig_argv:
+    from services.frontend import workers
+    workers.FIRST_AGAIN_S = workers.LAST_AGAIN_S = 0.01
+"""
+"""As above, each time; the command itself waits less between them."""
+
 Answer = TypeVar("Answer")
 OWN = [("grpc.use_local_subchannel_pool", 1)]
 
@@ -141,6 +156,36 @@ async def test_a_process_that_crashes_as_it_starts_is_replaced(text_model: Path,
     async with scripted([50]) as engine, workers(2, engine, text_model, PYTHONPATH=path) as (_, address):
         assert (tmp_path / "crashed").exists()
         assert await answered(address) == 3
+
+
+def test_each_crash_within_a_minute_doubles_the_wait_and_the_fifth_gives_up() -> None:
+    crashes = Crashes()
+    assert [crashes.again_s(now_s) for now_s in (0.0, 1.0, 3.0, 7.0, 15.0)] == [1.0, 2.0, 4.0, 8.0, None]
+
+
+def test_crashes_that_are_a_minute_old_count_no_more() -> None:
+    crashes = Crashes()
+    assert [crashes.again_s(now_s) for now_s in (0.0, 10.0, 60.0, 61.0, 131.0, 300.0)] == [1.0, 2.0, 4.0, 4.0, 1.0, 1.0]
+
+
+async def test_a_process_that_crashes_at_each_start_is_given_up_and_the_command_says_so(
+    text_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(CRASH_ALWAYS)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-P", "-c", RUN, "--port", "0", "--workers", "2", "--model", str(text_model)]
+    child = await asyncio.create_subprocess_exec(
+        *command, stderr=asyncio.subprocess.PIPE, env=os.environ | {"PYTHONPATH": path}, start_new_session=True
+    )
+    try:
+        _, written = await asyncio.wait_for(child.communicate(), START_S)
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+    said = written.decode()
+    assert child.returncode == 1, said
+    assert "ended 5 times within 60 s" in said and "RuntimeError: it crashes" in said and "the frontend ends" in said
 
 
 async def test_no_process_takes_a_folder_services_where_the_user_stands_for_its_own(

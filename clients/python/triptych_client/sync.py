@@ -22,6 +22,7 @@ from triptych_client.messages import MessageLike
 from triptych_client.options import OptionArgs
 from triptych_client.results import Completion, Delta, Model, PositionLogprobs, PromptInfo, Usage
 from triptych_client.retry import Attempts, Retry
+from triptych_client.tools import ToolChoiceLike, ToolLike
 
 Start = Callable[[Request, float | None], Any]
 """Begins a call, within so many seconds."""
@@ -173,8 +174,8 @@ class SyncClient:
         self,
         messages: str | Iterable[MessageLike],
         *,
-        tools: Iterable[inference_pb2.Tool] = (),
-        tool_choice: inference_pb2.ToolChoice | None = None,
+        tools: Iterable[ToolLike] = (),
+        tool_choice: ToolChoiceLike | None = None,
         parallel_tool_calls: bool | None = None,
         continue_final_message: bool = False,
         template_args: Mapping[str, Any] | None = None,
@@ -198,8 +199,8 @@ class SyncClient:
         self,
         messages: str | Iterable[MessageLike],
         *,
-        tools: Iterable[inference_pb2.Tool] = (),
-        tool_choice: inference_pb2.ToolChoice | None = None,
+        tools: Iterable[ToolLike] = (),
+        tool_choice: ToolChoiceLike | None = None,
         parallel_tool_calls: bool | None = None,
         continue_final_message: bool = False,
         template_args: Mapping[str, Any] | None = None,
