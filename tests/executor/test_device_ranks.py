@@ -24,6 +24,13 @@ from tests.executor.test_device_executor import NEW_TOKENS, check_near, outputs,
 from tests.support.checkpoints import check_same_ids, check_scores, reference_ids, tiny_llama, tiny_model
 
 BLOCKS = 40
+SMALL = {"max_slots": 4, "context_tokens": 128, "max_step_tokens": 32}
+"""Settings of which the shim's warm-up is soon through."""
+
+
+def two(*on: ShimDevice, made: list[LeadingDeviceExecutor] | None = None) -> Any:
+    """Two ranks that capture nothing."""
+    return device_ranks(*(on or (ShimDevice(), ShimDevice())), made=made, graph_sizes=())
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +54,7 @@ async def generate(
     **request: Any,
 ) -> list[Request]:
     """Prompts in chunks, some preempted, two steps in flight."""
-    async with serve(path, max_slots=4, context_tokens=128, max_step_tokens=32, make=make) as rig:
+    async with serve(path, make=make, **SMALL) as rig:
         rig.config.dtype = dtype
         await rig.load()
         await rig.allocate(BLOCKS)
@@ -132,7 +139,7 @@ async def test_a_row_that_fails_fails_on_every_rank_and_the_others_go_on(tmp_pat
             prompt_logprobs=0 if scored else None,
         )
 
-    async with serve(broken, num_blocks=BLOCKS, make=device_ranks(ShimDevice(), ShimDevice())) as rig:
+    async with serve(broken, num_blocks=BLOCKS, make=two(), **SMALL) as rig:
         run = await RunStream.open(rig)
         await run.send(
             started=[started(0, 5, 300, 7), started(1, 5, 6, 7), started(2, 5, 300, 7, scored=True)],
@@ -160,7 +167,7 @@ async def test_a_step_that_rank_0_abandons_after_its_forward_pass_leaves_the_ran
         monkeypatch.setattr(LeadingDeviceExecutor, "_draw", draw)
         raise BadPlanError("what was waited for never came")
 
-    async with serve(llama, num_blocks=BLOCKS, make=device_ranks(ShimDevice(), ShimDevice())) as rig:
+    async with serve(llama, num_blocks=BLOCKS, make=two(), **SMALL) as rig:
         monkeypatch.setattr(LeadingDeviceExecutor, "_draw", abandon)
         run = await RunStream.open(rig)
         started = pb.NewRequest(token_ids=column(5), prompt_tokens=1, block_ids=[column(1)], sampling=GREEDY)
@@ -176,7 +183,7 @@ async def test_a_step_that_rank_0_abandons_after_its_forward_pass_leaves_the_ran
 async def test_the_pool_is_what_the_fullest_device_has_room_for(llama: Path) -> None:
     """Nine tenths of what a device has left once a step has shown that it takes 1 MiB (shim_device)."""
     on = ShimDevice(free_bytes=64 << 20), ShimDevice(free_bytes=16 << 20)
-    async with serve(llama, make=device_ranks(*on), kv_memory_bytes=None) as rig:
+    async with serve(llama, make=two(*on), kv_memory_bytes=None, **SMALL) as rig:
         loaded = await rig.load()
         block_bytes = loaded.kv_groups[0].block_bytes
         assert loaded.kv_bytes // block_bytes == int(0.9 * (15 << 20)) // block_bytes
@@ -187,7 +194,7 @@ async def test_the_pool_is_what_the_fullest_device_has_room_for(llama: Path) -> 
 
 async def test_what_one_devices_memory_refuses_is_refused_and_names_the_rank(llama: Path) -> None:
     small = ShimDevice(free_bytes=100_000)
-    async with serve(llama, make=device_ranks(ShimDevice(), small), kv_memory_bytes=None) as rig:
+    async with serve(llama, make=two(ShimDevice(), small), kv_memory_bytes=None, **SMALL) as rig:
         with pytest.raises(grpc.aio.AioRpcError, match=r"rank 1: the weights .* its share of what is free is 100000"):
             await rig.load()
         small.free_bytes = 64 << 20
@@ -199,7 +206,7 @@ async def test_kv_memory_that_is_not_left_is_refused_with_every_ranks_reason_and
     llama: Path,
 ) -> None:
     on = ShimDevice(), ShimDevice(free_bytes=8 << 20)
-    async with serve(llama, make=device_ranks(*on), kv_memory_bytes=16 << 20) as rig:
+    async with serve(llama, make=two(*on), kv_memory_bytes=16 << 20, **SMALL) as rig:
         with pytest.raises(grpc.aio.AioRpcError, match=f"^(?s:.*)rank 1: --kv-memory-bytes is {16 << 20}, but"):
             await rig.load()
         on[1].free_bytes = 64 << 20
@@ -219,7 +226,7 @@ async def test_a_rank_that_dies_in_the_middle_of_a_step_ends_the_group(
         return draw(self, *arguments)
 
     monkeypatch.setattr(FollowingDeviceExecutor, "_draw", die)
-    async with serve(llama, num_blocks=BLOCKS, make=device_ranks(ShimDevice(), ShimDevice(), made=made)) as rig:
+    async with serve(llama, num_blocks=BLOCKS, make=two(made=made), **SMALL) as rig:
         run = await RunStream.open(rig)
         started = pb.NewRequest(token_ids=column(5), prompt_tokens=1, block_ids=[column(1)], sampling=GREEDY)
         fault = await run.fault(started=[started], slots=column(0))
@@ -230,7 +237,7 @@ async def test_a_rank_that_dies_in_the_middle_of_a_step_ends_the_group(
 
 async def test_rank_0s_own_device_lost_for_good_ends_the_group(llama: Path) -> None:
     on, made = (ShimDevice(), ShimDevice()), []
-    async with serve(llama, num_blocks=BLOCKS, make=device_ranks(*on, made=made)) as rig:
+    async with serve(llama, num_blocks=BLOCKS, make=two(*on, made=made), **SMALL) as rig:
         run = await RunStream.open(rig)
         on[0].failure = RuntimeError("a sticky error")
         started = pb.NewRequest(token_ids=column(5), prompt_tokens=1, block_ids=[column(1)], sampling=GREEDY)
