@@ -100,13 +100,20 @@ async def test_prompt_scores_are_those_of_the_reference(llama: Path) -> None:
     check_scores(llama, asked, [list(request.scores.values()) for request in requests])
 
 
+HEADS = {"head_dim": 64}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 TIED = {"vocab_size": 500, "tie_word_embeddings": True}
 FAMILIES: list[Any] = [
-    ("llama", TIED),
-    pytest.param("qwen2", {}, marks=pytest.mark.slow, id="biases of q, k, v"),
-    pytest.param("qwen3_moe", {}, marks=pytest.mark.slow, id="experts"),
-    pytest.param("gemma2", {}, marks=pytest.mark.slow, id="scaled embeddings, soft caps, windows, four norms"),
-    pytest.param("gpt_neox", {}, marks=pytest.mark.slow, id="q, k, v in one, nothing fused"),
+    ("llama", HEADS | TIED),
+    pytest.param("qwen2", HEADS, marks=pytest.mark.slow, id="biases of q, k, v"),
+    pytest.param("qwen3_moe", HEADS | EXPERTS, marks=pytest.mark.slow, id="experts"),
+    pytest.param("gemma2", HEADS, marks=pytest.mark.slow, id="scaled embeddings, soft caps, windows, four norms"),
+    pytest.param(
+        "gpt_neox",
+        {"hidden_size": 256, "num_key_value_heads": None},
+        marks=pytest.mark.slow,
+        id="q, k, v in one, nothing fused",
+    ),
 ]
 
 
@@ -114,7 +121,7 @@ FAMILIES: list[Any] = [
 async def test_families_and_vocabularies_that_do_not_divide_evenly(
     tmp_path: Path, family: str, settings: dict[str, Any]
 ) -> None:
-    path, asked = tiny_model(tmp_path, family, head_dim=64, **settings), [[5, 6, 7], list(range(3, 23))]
+    path, asked = tiny_model(tmp_path, family, **settings), [[5, 6, 7], list(range(3, 23))]
     requests = await generate(path, device_ranks(ShimDevice(), ShimDevice(), graph_sizes=()), asked, preempt=0)
     check_same_ids(path, asked, outputs(requests), reference_ids(path, asked, NEW_TOKENS, ignore_eos=True))
 
