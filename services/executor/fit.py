@@ -15,6 +15,8 @@ from services.executor import architecture, devices, loader, memory, wire
 from services.executor.attention import selection
 from services.executor.attention.contract import Needs
 from services.executor.config import ExecutorConfig
+from services.executor.device import Device
+from services.executor.device_elementwise import Elementwise
 from services.executor.device_executor import KV_SHARE as DEVICE_KV_SHARE
 from services.executor.dtypes import CPU_DTYPES, Dtypes, on_device
 from services.executor.ranks.division import Shard
@@ -46,17 +48,20 @@ class Fit:
     """By name, the best first: reasons for not serving this model, none where it does."""
     backend: str | None
     """The one that was asked for by name; None: the best."""
+    eager_since: str
+    """Why norms, gates and sums are torch's own kernels on a device; empty where they are compiled."""
 
 
 def fit(path: Path, engine: pb.EngineConfig, config: ExecutorConfig) -> Fit:
     """As an executor of `config` would decide on a Load of `engine`. Raises StartError with its reason for refusing."""
-    device = devices.choose(config.device, config.kernels)
+    device = _device(config)
     dtypes = CPU_DTYPES if device is None else on_device(path)
     call = _load_call(engine, config.tp_size, dtypes)
     shape = architecture.figures(architecture.read(path))
     threads = memory.compute_threads(config.threads, ranks=config.ranks_here)
     available = memory.available_bytes() if device is None else device.available_bytes()
-    ranks, here = config.tp_size, config.ranks_here
+    # Ranks on this machine divide its memory, but of devices each has one for itself.
+    ranks, here = config.tp_size, config.ranks_here if device is None else 1
     shards = [Shard(rank, ranks, available // here) for rank in range(ranks)] if ranks > 1 else [None]
     rank_weight_bytes = [loader.weight_bytes(path, call.dtype, shard, packed=device is None) for shard in shards]
     weight_bytes = sum(rank_weight_bytes)
@@ -96,6 +101,7 @@ def fit(path: Path, engine: pb.EngineConfig, config: ExecutorConfig) -> Fit:
         threads=threads,
         backends=selection.survey(needs),
         backend=config.attention_backend,
+        eager_since=_eager_since(config, device),
     )
 
 
@@ -106,6 +112,19 @@ def family(path: Path) -> str:
     """
     loader.weight_bytes(path, torch.float32)
     return str(architecture.read(path).model_type)
+
+
+def _device(config: ExecutorConfig) -> Device | None:
+    """Rank 0's."""
+    if config.ranks_here > 1:
+        return devices.choose_for_ranks(config.device, config.tp_size, config.kernels)[0]
+    return devices.choose(config.device, config.kernels)
+
+
+def _eager_since(config: ExecutorConfig, device: Device | None) -> str:
+    if device is None:
+        return "the device is the CPU"
+    return Elementwise(config.compile, device.torch_device.type).reason
 
 
 def _by_rank(weight_bytes: Sequence[int]) -> str:

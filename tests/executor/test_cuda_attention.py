@@ -274,6 +274,13 @@ def test_blocks_are_copied_in_all_layers_all_sources_read_first() -> None:
         assert (cache._stored.float().flatten(3) == torch.tensor([0.0, 2, 1, 3, 3]).view(1, 1, 5, 1)).all()
 
 
+def test_a_layer_of_other_heads_than_the_cache_is_an_error_and_no_read_past_them() -> None:
+    needs, device = replace(NEEDS, dtype=torch.float32, kv_dtype=torch.float32), ShimDevice()
+    made = rows(replace(needs, heads=needs.heads + 2), (0, 3))
+    with pytest.raises(ValueError, match=r"a layer has 12 heads of 64, for 6 \+ 2 \* 2 of 64 there is a cache"):
+        attended(made_cache(CudaBackend(), needs, device), needs, made, Scores(0.125), device)
+
+
 def _op_arguments(needs: Needs, device: ShimDevice) -> tuple[CudaKvCache, tuple[Any, ...]]:
     made = rows(needs, (0, 1), (0, 1), (0, 5))
     cache = CudaBackend().allocate(needs, 1, 41, device)

@@ -22,6 +22,8 @@ from services.executor import cuda_device, devices
 from services.executor import main as executor_main
 from services.executor.config import ExecutorConfig
 from services.executor.cuda_device import CudaDevice
+from services.executor.ranks import peers
+from services.executor.ranks.follower import Place
 
 
 class _Cupy:
@@ -209,7 +211,9 @@ def test_auto_is_the_first_card_or_the_cpu_with_the_reason(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"device": "cuda", "tp_size": 2}, "--tp-size is 2: ranks are served on the CPU alone yet"),
+        ({"device": "cuda", "tp_size": 3}, "--tp-size is 3, a device a rank, and this machine has 2; lower it, or"),
+        ({"device": "cuda:1", "tp_size": 2}, "--device is cuda:1, which is one, and --tp-size 2 ranks take one each"),
+        ({"compile": "on"}, "--compile is on, but the device is the CPU"),
         ({"attention_backend": "torch-sdpa", "tp_size": 2}, "--attention-backend is not served with --tp-size yet"),
         ({"cuda_graph_sizes": "1,2"}, "--cuda-graph-sizes is 1,2, but the device is the CPU"),
     ],
@@ -219,14 +223,43 @@ def test_options_that_are_not_served_with_one_another_are_refused(
 ) -> None:
     settings = ExecutorConfig(threads=1, **options)
     with pytest.raises(StartError, match=said):
-        executor_main._device(settings)
+        executor_main._devices(settings)
 
 
 def test_an_executor_on_a_card_is_made_of_its_options(card: _Card, tiny: Path) -> None:
     settings = ExecutorConfig(threads=1, device="cuda:1", cuda_graph_sizes="4, 1", attention_backend="torch-sdpa")
-    executor: Any = executor_main._executor(tiny, settings, executor_main._device(settings))
+    executor: Any = executor_main._executor(tiny, settings, executor_main._devices(settings))
     assert executor._device.name == "cuda:1" and executor._graph_sizes == (4, 1)
     assert executor._attention_backend == "torch-sdpa" and executor.dtypes.default == torch.float32
+    assert executor.elementwise.reason, "this machine has no triton"
+
+
+def test_ranks_take_a_card_each_and_are_made_of_the_options(
+    card: _Card, tiny: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    places: list[Place] = []
+
+    def start(place: Place, connection: Any, log_level: str) -> Any:
+        places.append(place)
+        return types.SimpleNamespace(wait=lambda timeout: 0, kill=lambda: None)
+
+    monkeypatch.setattr(peers, "start_process", start)
+    settings = ExecutorConfig(
+        threads=1, device="cuda", tp_size=2, compile="off", cuda_graph_sizes="off", kernels=tmp_path, kv_memory_bytes=99
+    )
+    executor: Any = executor_main._executor(tiny, settings, executor_main._devices(settings))
+    executor.close()
+    (place,) = places
+    assert executor.tp_size == 2 and executor._device.name == "cuda:0" and executor._graph_sizes == ()
+    assert (place.rank, place.device, place.compile_mode, place.kernels) == (1, "cuda:1", "off", str(tmp_path))
+    assert place.kv_memory_bytes == executor._kv_memory_bytes == 99
+
+
+def test_too_few_cards_for_the_ranks_leave_auto_on_the_cpu(card: _Card, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert devices.choose_for_ranks("auto", 3) == (None, ())
+    assert "served on the CPU: --tp-size is 3, a device a rank, and this machine has 2" in caplog.text
+    assert devices.choose_for_ranks("cpu", 3) == (None, ())
 
 
 def test_without_a_card_the_process_says_so_and_ends(tiny: Path) -> None:

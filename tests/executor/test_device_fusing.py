@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,14 @@ def test_P6_what_compiling_needs_and_the_machine_lacks_is_told_by_name(monkeypat
     with pytest.raises(StartError, match="--compile is on, but there is no C"):
         Elementwise("on")
     assert Elementwise("off").reason == "--compile is off"
+
+
+def test_P6_what_is_compiled_is_kept_in_the_configured_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIPTYCH_CACHE", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    Elementwise("auto")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "inductor")
 
 
 def test_memory_that_runs_out_while_compiling_is_no_reason_to_go_on_without() -> None:

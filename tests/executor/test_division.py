@@ -100,7 +100,7 @@ def test_an_executor_of_too_many_ranks_is_refused_before_any_is_started(tiny: Pa
     config = ExecutorConfig(model=str(tiny), tp_size=64)
     before = psutil.Process().children()
     with pytest.raises(StartError, match="cannot be divided over 64 ranks"):
-        main._executor(tiny, config, None)
+        main._executor(tiny, config, main._Devices())
     assert psutil.Process().children() == before
 
 

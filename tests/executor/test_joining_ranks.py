@@ -85,7 +85,7 @@ class Rank:
         try:
             joined = join(where, Hello.of(path, rank, size), timeout_s)
             place = Place(str(path), rank, size, 1, joined.timeout_s, rendezvous_fd=-1)
-            Follower(place, joined.channel, Apart(lambda: joined.connect(rank, size, "cpu"), kv_memory_bytes)).run()
+            Follower(place, joined.channel, Apart(lambda: joined.connect(rank, size), kv_memory_bytes)).run()
         except BaseException as error:
             self.error = error
         gc.collect()  # its connections with the other ranks end with its process

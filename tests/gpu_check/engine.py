@@ -29,12 +29,14 @@ def checks(place: Place) -> Iterator[Check]:
     """A random Llama of four layers in each type, and a real checkpoint where one is given."""
     if place.dry:
         name = "random Llama of 4 layers, float16, an executor on the shim"
-        yield Check(name, lambda: _where_installed(lambda: _on_the_shim(place)))
+        yield Check(name, lambda: _where_installed(lambda: _on_the_shim(place, ranks=1)))
     for dtype in ("float32",) if place.dry else ("float32", "float16", "bfloat16"):
         yield Check(
             f"random Llama of 4 layers, {dtype}",
             lambda dtype=dtype: _where_installed(lambda: _random_llama(place, dtype)),
         )
+    name = "random Llama of 4 layers, float16, two ranks, " + ("a shim each" if place.dry else "a card each")
+    yield Check(name, lambda: _where_installed(lambda: _by_two_ranks(place)))
     if place.model is not None:
         path = place.model
         yield Check(f"checkpoint {path}", lambda: _where_installed(lambda: _served(place, path)))
@@ -54,25 +56,37 @@ def _no_model() -> str:
     raise SkippedError("--model PATH names none")
 
 
-def _random_llama(place: Place, dtype: str) -> str:
+def _by_two_ranks(place: Place) -> str:
+    import torch
+
+    if place.dry:
+        return _on_the_shim(place, ranks=2)
+    if (count := torch.cuda.device_count()) < 2:
+        raise SkippedError(f"two ranks take a card each, and this machine has {count}")
+    return _random_llama(place, "float16", "--tp-size", "2")
+
+
+def _random_llama(place: Place, dtype: str, *flags: str) -> str:
     from tests.support.checkpoints import tiny_llama
 
     with tempfile.TemporaryDirectory() as folder:
         dims = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2}
         path = tiny_llama(Path(folder) / "llama", head_dim=64, dtype=dtype, **dims)
-        return _served(place, path)
+        return _served(place, path, *flags)
 
 
-def _on_the_shim(place: Place) -> str:
+def _on_the_shim(place: Place, ranks: int) -> str:
     from tests.executor.mini_scheduler import MiniScheduler, Request, RunStream, serve
-    from tests.executor.shim_device import device_executor
+    from tests.executor.ranks import device_ranks
+    from tests.executor.shim_device import ShimDevice, device_executor
     from tests.support.checkpoints import tiny_llama
 
+    make = device_executor if ranks == 1 else device_ranks(*(ShimDevice() for _ in range(ranks)))
     rng = np.random.default_rng(4)
     requests = [Request(rng.integers(3, 500, length).tolist(), NEW_IDS) for length in (1, 16, 37)]
 
     async def run(path: Path) -> None:
-        async with serve(path, num_blocks=40, context_tokens=128, max_slots=4, make=device_executor) as rig:
+        async with serve(path, num_blocks=40, context_tokens=128, max_slots=4, make=make) as rig:
             stream = await RunStream.open(rig)
             await MiniScheduler(stream, rig.config, 40).finish(requests)
             await stream.close()
@@ -85,16 +99,17 @@ def _on_the_shim(place: Place) -> str:
     return f"{len(requests)} prompts; at worst {worst:.5f} of a spread behind transformers"
 
 
-def _served(place: Place, path: Path) -> str:
-    """Starts the three, asks for LENGTHS prompts at once, twice (the second time from the prefix cache), and judges."""
+def _served(place: Place, path: Path, *flags: str) -> str:
+    """Starts the three, executor and scheduler with `flags` too, asks for LENGTHS prompts at once, twice (the second
+    time from the prefix cache), and judges."""
     from tests.support.cluster import running
 
     config = json.loads((path / "config.json").read_text())
     rng = np.random.default_rng(3)
     vocab = int(config.get("text_config", config)["vocab_size"])
     prompts = [rng.integers(3, min(vocab, 500), length).tolist() for length in LENGTHS]
-    executor = ["--device", "cpu" if place.dry else "cuda"]
-    with tempfile.TemporaryDirectory() as logs, running(path, Path(logs), executor=executor) as cluster:
+    given = {"executor": ["--device", "cpu" if place.dry else "cuda", *flags], "scheduler": list(flags)}
+    with tempfile.TemporaryDirectory() as logs, running(path, Path(logs), **given) as cluster:
         try:
             first, second = (asyncio.run(_ids(cluster.address, prompts)) for _ in range(2))
         except Exception as error:

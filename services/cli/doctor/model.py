@@ -140,11 +140,15 @@ def _ranks(fit: Fit) -> list[Finding]:
 def _compute(fit: Fit) -> Finding:
     """How a step is computed."""
     if fit.device != "cpu":
+        between = f"torch's own kernels, since {fit.eager_since}" if fit.eager_since else "compiled by torch.compile"
+        each = " and those after it, one a rank" if len(fit.rank_weight_bytes) > 1 else ""
         text = (
-            f"{fit.device}: the model's own code over our kernels; decode steps are captured in CUDA graphs, as "
-            f"--executor.cuda-graph-sizes says; on the CPU {fit.threads.count} threads, since {fit.threads.reason}"
+            f"{fit.device}{each}: the model's own code over our kernels; norms, gates and sums are {between}; decode "
+            f"steps are captured in CUDA graphs, as --executor.cuda-graph-sizes says; on the CPU {fit.threads.count} "
+            f"threads, since {fit.threads.reason}"
         )
-        return Finding("compute", text, facts={"threads": fit.threads.count, "compiled_graphs": False})
+        facts = {"threads": fit.threads.count, "compiled_graphs": not fit.eager_since, "eager_since": fit.eager_since}
+        return Finding("compute", text, facts=facts)
     text = (
         f"{fit.threads.count} threads, since {fit.threads.reason}; eager: the model's own code over our kernels, which "
         "are compiled once for this CPU and kept in the cache; no graph is compiled, and no compiler is needed"

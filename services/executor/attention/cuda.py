@@ -117,6 +117,16 @@ class CudaKvCache:
         self.scales.copy_(torch.exp2(torch.log2(wanted).ceil().clamp(min=-60)))
         self._measured = None
 
+    def check(self, projected: torch.Tensor) -> None:
+        """Raises ValueError for heads of another number or size than the cache is made for: kernels would read past
+        them."""
+        needs = self._needs
+        if projected.shape[1:] != (needs.heads + 2 * needs.kv_heads, needs.head_dim):
+            raise ValueError(
+                f"a layer has {projected.shape[1]} heads of {projected.shape[2]}, for {needs.heads} + 2 * "
+                f"{needs.kv_heads} of {needs.head_dim} there is a cache; config.json and the model's code disagree"
+            )
+
     def measure(self, layer: int, projected: torch.Tensor, rotary: Rotary | None) -> None:
         """Within `calibrating`: takes note of a layer's keys and values."""
         if self._measured is not None:
@@ -138,6 +148,7 @@ class CudaStep:
         self, layer: int, projected: torch.Tensor, rotary: Rotary | None, scores: Scores, out: torch.Tensor
     ) -> None:
         cache, shape = self._cache, self._shape
+        cache.check(projected)
         if rotary is not None and not _kernel_turns(rotary, projected):
             projected, rotary = turned(projected, out.shape[1], rotary), None
         cache.measure(layer, projected, rotary)

@@ -81,6 +81,7 @@ class LeadingDeviceExecutor(LeadingExecutor, RankDeviceExecutor):
         return connected(self._group)
 
     def _share_of_memory(self) -> int:
+        self._device.activate()  # before the ranks connect, on this thread
         return self._device.available_bytes()
 
     def _device_fields(self) -> dict[str, Any]:

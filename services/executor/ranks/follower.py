@@ -197,6 +197,8 @@ class Follower:
             self._channel.send_json(Kind.LOADED, block_bytes=facts.block_bytes, **own)
 
     def _connect(self) -> Group:
+        if self._device is not None:
+            self._device.activate()
         if self._apart is not None:
             return self._apart.connect()
         place = self._place
