@@ -67,8 +67,8 @@ def multiply(
     resume: Any,
     ahead_step: Any,
 ) -> Any:
-    """For compiled code: y [rows, panels * 16] float32 = x [rows, depth] float32 @ weights [depth, 16] of each panel, plus
-    what y held where `resume` is not 0.
+    """For compiled code: y [rows, panels * 16] float32 = x [rows, depth] float32 @ weights [depth, 16] of each panel,
+    plus what y held where `resume` is not 0.
 
     `stored` is any array of the weights' type: float32, bfloat16 as uint16, or int8. All others are int64, the arrays
     as addresses. rows is 1 to ROWS, panels 1 to PANELS_BESIDE[rows], depth 1 or more. Strides are between rows, in
