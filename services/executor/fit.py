@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from triptych.executor.v1 import executor_pb2 as pb
 
+from kernels.cpu import objects, tile
 from services.common.contract import PROTOCOL_VERSION
 from services.common.errors import RequestError, StartError
 from services.executor import architecture, devices, loader, memory, wire
@@ -46,6 +47,16 @@ class Fit:
     """By name, the best first: reasons for not serving this model, none where it does."""
     backend: str | None
     """The one that was asked for by name; None: the best."""
+
+    @property
+    def vector_bits(self) -> int:
+        """Of the vectors that the CPU's kernels compute with here."""
+        return objects.LANES * 32
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and outputs of the CPU's largest tile of a product."""
+        return tile.ROWS, tile.PANELS_BESIDE[tile.ROWS] * tile.OUTPUTS
 
 
 def fit(path: Path, engine: pb.EngineConfig, config: ExecutorConfig) -> Fit:
