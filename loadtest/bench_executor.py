@@ -35,6 +35,8 @@ REPETITIONS = 3
 ALONE = "alone"
 STACK = "stack"
 PEERS = (peers.VLLM, peers.TRANSFORMERS, peers.LLAMACPP)
+SLOW_PEERS = (peers.TRANSFORMERS, peers.LLAMACPP)
+"""--quick gives them prompts and outputs of half the length."""
 
 METRICS: dict[str, Callable[[Repetition], float]] = {
     "total_tokens_per_s": lambda one: one.many.total_tokens_per_s,
@@ -68,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m loadtest.bench_executor", allow_abbrev=False)
-    parser.add_argument("--quick", action="store_true", help="one repetition")
+    parser.add_argument("--quick", action="store_true", help="one repetition; half lengths for slow peers")
     parser.add_argument("--model", default=EMBEDDED_MODEL, help="checkpoint folder, or a fetched model (%(default)s)")
     parser.add_argument("--threads", type=int, default=memory.cpus(), help="compute threads (%(default)s)")
     return parser
@@ -92,8 +94,10 @@ async def _run(options: argparse.Namespace) -> None:
         found = await compare(runs, bench.vocab_size, times)
     for name, python in chosen.items():
         async with _peer(name, python, path, options.threads) as run:
-            found += await compare({name.lower(): run}, bench.vocab_size, times)
+            found += await compare({name.lower(): run}, bench.vocab_size, times, lengths_for(name, options.quick))
     print(f"\n{_load_table(found)}")
+    if options.quick and (halved := [name.lower() for name in chosen if name in SLOW_PEERS]):
+        print(f"\nhalf the lengths: {', '.join(halved)}")
     left_out = peers.absent_line(PEERS)
     print("\n".join(["", *filter(None, [left_out, "left out: llamacpp (its file is the embedded model)" * unfit]), ""]))
     asked = {"model": options.model, "threads": options.threads, "repetitions": times, "quick": options.quick}
@@ -120,14 +124,23 @@ async def _transformers(python: Path, model: Path) -> AsyncIterator[Run]:
         yield serve_load.over(ask)
 
 
-async def compare(runs: dict[str, Run], vocab_size: int, times: int) -> list[Measured]:
+def lengths_for(peer: str, quick: bool) -> serve_load.Lengths:
+    """Of the load through a peer: halves where a quick run would wait minutes for the whole."""
+    return serve_load.HALF if quick and peer in SLOW_PEERS else serve_load.WHOLE
+
+
+async def compare(
+    runs: dict[str, Run], vocab_size: int, times: int, lengths: serve_load.Lengths = serve_load.WHOLE
+) -> list[Measured]:
     """The load through each of the systems, in turn. Raises LoadError."""
     found = [Measured(name) for name in runs]
     for name, run in runs.items():
         await serve_load.warm_up(run, name, vocab_size)
     for seed in range(times):
         for measured in found:
-            one = await serve_load.once(runs[measured.name], measured.name, vocab_size=vocab_size, seed=seed)
+            one = await serve_load.once(
+                runs[measured.name], measured.name, vocab_size=vocab_size, seed=seed, lengths=lengths
+            )
             measured.repetitions.append(one)
             told = f"{measured.name}: {one.many.total_tokens_per_s:.1f} total tokens/s"
             print(f"loadtest.bench_executor: {told}", file=sys.stderr, flush=True)

@@ -16,6 +16,20 @@ OUTPUT_TOKENS = workload.Lengths.parse("64")
 TIMEOUT_S = 300.0
 
 
+@dataclass(frozen=True)
+class Lengths:
+    """Of prompts and outputs, in tokens."""
+
+    prompts: workload.Lengths
+    single_prompt: workload.Lengths
+    outputs: workload.Lengths
+
+
+WHOLE = Lengths(PROMPT_TOKENS, SINGLE_PROMPT_TOKENS, OUTPUT_TOKENS)
+HALF = Lengths(*map(workload.Lengths.parse, ("25-275", "150", "32")))
+"""The same shape in half the tokens, where there is no time for a slow system's whole."""
+
+
 Run = Callable[[workload.Plan], Awaitable[list[open_loop.Outcome]]]
 """Has a burst served, by whatever serves it."""
 
@@ -79,12 +93,13 @@ async def warm_up(run: Run, name: str, vocab_size: int) -> None:
     await _summary(plan, run, name)
 
 
-async def once(run: Run, name: str, *, vocab_size: int, seed: int) -> Repetition:
+async def once(run: Run, name: str, *, vocab_size: int, seed: int, lengths: Lengths = WHOLE) -> Repetition:
     """One repetition, whose prompts follow from the seed. Raises LoadError."""
-    many = workload.burst(streams=STREAMS, prompt=PROMPT_TOKENS, output=OUTPUT_TOKENS, vocab_size=vocab_size, seed=seed)
-    single = workload.burst(
-        streams=1, prompt=SINGLE_PROMPT_TOKENS, output=OUTPUT_TOKENS, vocab_size=vocab_size, seed=seed
-    )
+
+    def burst(streams: int, prompt: workload.Lengths) -> workload.Plan:
+        return workload.burst(streams=streams, prompt=prompt, output=lengths.outputs, vocab_size=vocab_size, seed=seed)
+
+    many, single = burst(STREAMS, lengths.prompts), burst(1, lengths.single_prompt)
     return Repetition(await _summary(many, run, name), await _summary(single, run, name))
 
 

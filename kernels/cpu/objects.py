@@ -1,4 +1,4 @@
-"""Machine code that numba's calls by name: compiled from LLVM's text once, kept beside numba's own, loaded at import."""
+"""Machine code that numba's calls by name: compiled of LLVM's text once, kept beside numba's, loaded at import."""
 
 from __future__ import annotations
 
@@ -54,14 +54,20 @@ def _target_machine() -> Any:
 
 
 def _object_code(name: str, source: Callable[[], str], machine: Any) -> bytes:
-    folder = Path(os.environ["NUMBA_CACHE_DIR"])
-    path = folder / f"{name}-{_state()}.o"
+    path = Path(os.environ["NUMBA_CACHE_DIR"]) / f"{name}-{_state()}.o"
     try:
-        return path.read_bytes()
+        digest, code = _split(path.read_bytes())
     except OSError:
+        digest, code = b"", b""
+    if digest != hashlib.sha256(code).digest():
         code = _compiled(source(), machine)
-        _keep(code, path)
-        return code
+        _keep(hashlib.sha256(code).digest() + code, path)
+    return code
+
+
+def _split(kept: bytes) -> tuple[bytes, bytes]:
+    """A file's digest and code: what is damaged is compiled anew, not run."""
+    return kept[:32], kept[32:]
 
 
 def _compiled(text: str, machine: Any) -> bytes:

@@ -10,8 +10,8 @@ NEON's. A tile is some rows by some panels of 16 outputs, as many panels as regi
     AVX-512, 32 registers   6 rows by 4 panels    24 sums, 4 weights, inputs broadcast from memory
     AVX2,    16 registers   6 rows by 1 panel     12 sums, 2 weights, 1 input
 
-(Van Zee and van de Geijn 2015, "BLIS", section 4, has the second for Haswell.) So many sums do not wait for one another:
-a multiply-add takes four cycles or more, in which a core begins eight.
+(Van Zee and van de Geijn 2015, "BLIS", has the second for Haswell.) So many sums do not wait for one another: a
+multiply-add takes four cycles or more, in which a core begins eight.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ def multiply(
     resume: Any,
     ahead_step: Any,
 ) -> Any:
-    """For compiled code: y [rows, panels * 16] float32 = x [rows, depth] float32 @ the panels' weights [depth, 16] each,
+    """For compiled code: y [rows, panels * 16] float32 = x [rows, depth] float32 @ weights [depth, 16] of each panel,
     plus what y held where `resume` is not 0.
 
     `stored` is any array of the weights' type: float32, bfloat16 as uint16, or int8. All others are int64, the arrays
     as addresses. rows is 1 to ROWS, panels 1 to PANELS_BESIDE[rows], depth 1 or more. Strides are between rows, in
-    elements. places int64 [2, PANELS]: where each panel's weights stand, and what the cache is asked for meanwhile: that
-    line, that plus ahead_step (bytes), ..., one for each element of depth: what will be read next.
+    elements. places, int64 [2, PANELS]: where each panel's weights stand, and what the cache is asked for meanwhile,
+    that line, that plus ahead_step (bytes), ..., one for each element of depth: what will be read next.
 
     Each output is one chain of fused multiply-adds in the order of depth: its bits depend neither on the tile's shape
     nor on where `depth` is cut, so a row's result is the same whatever rows share the product.

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from triptych.executor.v1 import executor_pb2 as pb
 
+from kernels.cpu import objects, tile
 from services.common.contract import PROTOCOL_VERSION
 from services.common.errors import RequestError, StartError
 from services.executor import architecture, devices, loader, memory, wire
@@ -50,6 +51,16 @@ class Fit:
     """The one that was asked for by name; None: the best."""
     eager_since: str
     """Why norms, gates and sums are torch's own kernels on a device; empty where they are compiled."""
+
+    @property
+    def vector_bits(self) -> int:
+        """Of the vectors that the CPU's kernels compute with here."""
+        return objects.LANES * 32
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and outputs of the CPU's largest tile of a product."""
+        return tile.ROWS, tile.PANELS_BESIDE[tile.ROWS] * tile.OUTPUTS
 
 
 def fit(path: Path, engine: pb.EngineConfig, config: ExecutorConfig) -> Fit:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from loadtest import bench_executor
+from loadtest import bench_executor, serve_load
 from loadtest.alone import outcomes
 from loadtest.executor_load import Bench
+from loadtest.open_loop import Outcome
 from loadtest.serve_load import Measured, Repetition
 from loadtest.summary import Summary, summarize
 from loadtest.workload import Plan, Planned
@@ -95,3 +96,23 @@ def test_the_whole_of_it_on_a_tiny_checkpoint(
 def test_a_model_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_executor.main(["--model", str(tmp_path / "absent")]) == 1
     assert capsys.readouterr().err.startswith("loadtest.bench_executor: error: no model at")
+
+
+async def test_a_quick_run_gives_slow_peers_the_same_load_in_half_the_tokens() -> None:
+    asked: list[Plan] = []
+
+    async def run(plan: Plan) -> list[Outcome]:
+        asked.append(plan)
+        return outcomes(plan, [[0.1 * (i + 1) for i in range(one.output_tokens)] for one in plan.requests])
+
+    for quick in (False, True):
+        lengths = bench_executor.lengths_for("LLAMACPP", quick)
+        assert bench_executor.lengths_for("VLLM", quick) == serve_load.WHOLE
+        await bench_executor.compare({"llamacpp": run}, 1000, 1, lengths)
+    _, whole, whole_single, _, half, half_single = asked
+    assert len(half.requests) == len(whole.requests) == 16
+    assert {one.output_tokens for one in half.requests} == {32} and {one.output_tokens for one in whole.requests} == {
+        64
+    }
+    assert all(25 <= len(one.prompt_ids) <= 275 for one in half.requests)
+    assert [len(plan.requests[0].prompt_ids) for plan in (whole_single, half_single)] == [300, 150]

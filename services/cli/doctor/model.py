@@ -151,9 +151,12 @@ def _compute(fit: Fit) -> Finding:
         return Finding("compute", text, facts=facts)
     text = (
         f"{fit.threads.count} threads, since {fit.threads.reason}; eager: the model's own code over our kernels, which "
-        "are compiled once for this CPU and kept in the cache; no graph is compiled, and no compiler is needed"
+        "are compiled once for this CPU and kept in the cache; no graph is compiled, and no compiler is needed; "
+        f"products in tiles of {fit.tile[0]} rows by {fit.tile[1]} outputs, vectors of {fit.vector_bits} bits"
     )
-    return Finding("compute", text, facts={"threads": fit.threads.count, "compiled_graphs": False})
+    return Finding(
+        "compute", text, facts={"threads": fit.threads.count, "compiled_graphs": False, "vector_bits": fit.vector_bits}
+    )
 
 
 def _pool(fit: Fit, model: Model) -> Finding:
