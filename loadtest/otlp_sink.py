@@ -52,6 +52,7 @@ class OtlpSink(trace_service_pb2_grpc.TraceServiceServicer):
         self.num_spans = 0
         self.spans: list[SpanSeen] = []
         self.resources: dict[str, dict[str, Any]] = {}
+        self.instances: set[str] = set()
         self.metadata: dict[str, str | bytes] = {}
         self._keeps = keeps
         self._server = grpc.aio.server()
@@ -79,6 +80,7 @@ class OtlpSink(trace_service_pb2_grpc.TraceServiceServicer):
             told = _values(part.resource.attributes)
             service = str(told["service.name"])
             self.resources[service] = told
+            self.instances.add(str(told.get("service.instance.id")))
             for scope in part.scope_spans:
                 self.num_spans += len(scope.spans)
                 if self._keeps:
