@@ -44,6 +44,10 @@ class ServiceConfig(BaseModel):
     offline: bool = Field(False, description="whether a hub's model is taken from the cache alone, without a network")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level logged")
     drain_s: float = Field(30.0, ge=0, le=86400, description="seconds that running requests are given after SIGTERM")
+    metrics_host: str = Field("127.0.0.1", description="address where Prometheus is answered")
+    metrics_port: int | None = Field(
+        None, ge=0, le=65535, description="port where Prometheus is answered; 0 takes a free one; unset: none"
+    )
 
     @field_validator("*", mode="before")
     @classmethod

@@ -92,7 +92,8 @@ class Server:
     """One listener with health and reflection; servicers are added to `grpc` before `start`.
 
     With `shares_port`, other processes of this user listen on the port too (SO_REUSEPORT). Without `connection_age`,
-    as the internal streams need it, a connection lives as long as its client keeps it.
+    as the internal streams need it, a connection lives as long as its client keeps it. `interceptors` see calls
+    and their errors from outside.
     """
 
     def __init__(
@@ -103,11 +104,12 @@ class Server:
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         shares_port: bool = False,
         connection_age: ConnectionAge | None = None,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
         options = server_options(max_message_bytes, shares_port=shares_port)
         if connection_age is not None:
             options += connection_age.options()
-        self.grpc = grpc.aio.server(interceptors=[ErrorInterceptor()], options=options)
+        self.grpc = grpc.aio.server(interceptors=[*interceptors, ErrorInterceptor()], options=options)
         self._shares_port = shares_port
         self.health = Health()
         self.health.add_to(self.grpc)

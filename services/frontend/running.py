@@ -17,6 +17,7 @@ from services.frontend.answer import Answer
 from services.frontend.engine import Scores, Submission
 from services.frontend.engine_client import EngineClient
 from services.frontend.engine_request import EngineRequest
+from services.frontend.generation_metrics import generation_times
 from services.frontend.prompt_blocks import block_digests
 from services.frontend.request import Delta, Job
 from services.frontend.trace_context import TraceContext, trace_context_of
@@ -61,6 +62,22 @@ class Runner:
         submitted: Submitted = lambda request: None,
     ) -> None:
         """Returns when every choice has stopped. Raises what has ended it before, once all that came is sent."""
+        times = generation_times()
+        if times is None:
+            await self._run(job, answer, call, send, tell, submitted)
+            return
+
+        async def timed(deltas: list[tuple[int, Delta]]) -> None:
+            times.told(deltas)
+            await send(deltas)
+
+        times.asked(job)
+        try:
+            await self._run(job, answer, call, timed, tell, submitted)
+        finally:
+            times.answered(answer)
+
+    async def _run(self, job: Job, answer: Answer, call: Call, send: Send, tell: Tell, submitted: Submitted) -> None:
         if job.options.prompt_logprobs is not None and len(job.prompt_ids) == 1:
             await tell(NOTHING_TO_SCORE)
         if not job.asks_engine:
