@@ -13,10 +13,20 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, Self, TypeVar
+from urllib.parse import urlsplit
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, CliSettingsSource, EnvSettingsSource, SettingsConfigDict, SettingsError
 
 from services.common.errors import StartError
@@ -48,6 +58,25 @@ class ServiceConfig(BaseModel):
     metrics_port: int | None = Field(
         None, ge=0, le=65535, description="port where Prometheus is answered; 0 takes a free one; unset: none"
     )
+    otlp_endpoint: str | None = Field(
+        None,
+        description="URL of an OpenTelemetry collector's gRPC port, as http://HOST:4317, or https:// for TLS; unset: "
+        "what OTEL_EXPORTER_OTLP_ENDPOINT says, else nothing is traced",
+    )
+    otlp_headers: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+\s*=")], ...] = Field(
+        (),
+        description="metadata sent to the collector, as KEY=VALUE; a secret is better kept in "
+        "OTEL_EXPORTER_OTLP_HEADERS, which --print-config does not show",
+    )
+    otlp_ca: Path | None = Field(
+        None, description="PEM file of the authorities that may sign the collector's certificate; unset: the system's"
+    )
+    trace_sample_ratio: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="share of the traces that begin here which is kept; one that a caller began is kept as it says",
+    )
 
     @field_validator("*", mode="before")
     @classmethod
@@ -55,6 +84,20 @@ class ServiceConfig(BaseModel):
         if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
             raise ValueError("true and false are for switches; quote a text")
         return value
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _a_collector(cls, value: str | None) -> str | None:
+        parts = urlsplit(value or "http://unset:1")
+        if parts.scheme not in ("http", "https") or not parts.netloc or parts.path.strip("/"):
+            raise ValueError("a URL as http://HOST:4317 is needed, or https:// for TLS, without a path")
+        return value
+
+    @model_validator(mode="after")
+    def _authorities_for_tls(self) -> Self:
+        if self.otlp_ca is not None and not (self.otlp_endpoint or "").startswith("https://"):
+            raise ValueError("otlp_ca is set, but otlp_endpoint is no https:// URL; only TLS has certificates")
+        return self
 
 
 def _host_port(value: str) -> str:

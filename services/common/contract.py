@@ -16,7 +16,10 @@ GRAMMAR = "grammar"
 """A feature of the hellos: between frontend and scheduler Submit.grammar, between scheduler and executor masks and
 forced ids."""
 TRACE_CONTEXT = "trace-context"
-"""Feature of an engine: Submit's traceparent and tracestate."""
+"""Feature of an engine: Submit's traceparent and tracestate; of an executor: StepPlan's traceparent and
+clock_offset_ns."""
+CLOCK_OFFSET = "clock-offset"
+"""Feature of an engine: Submit's clock_offset_ns."""
 RESUME = "resume"
 """Feature of an engine: Submit.resumed."""
 

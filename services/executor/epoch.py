@@ -17,7 +17,9 @@ from services.executor.device import DeviceLostError
 from services.executor.executor import Executor, Launched, is_out_of_memory
 from services.executor.masks import EpochOverError, MaskBook, StepMasks
 from services.executor.plan import MAX_IN_FLIGHT, BadPlanError, Outcome, Plan, RanksLostError
+from services.executor.step_spans import StepSpans
 from services.executor.steps import StepThread
+from services.executor.tallies import Tallies
 
 HEARTBEAT_S = 1.0
 
@@ -32,9 +34,19 @@ class Epoch:
     Lives on the event loop. What it has to say is read from `events`; `end` may be called from anywhere on the loop.
     """
 
-    def __init__(self, number: int, executor: Executor, steps: StepThread, results: Callable[[], StepThread]) -> None:
+    def __init__(
+        self,
+        number: int,
+        executor: Executor,
+        steps: StepThread,
+        results: Callable[[], StepThread],
+        spans: StepSpans | None = None,
+        tallies: Tallies | None = None,
+    ) -> None:
         """`steps` launches steps; `results` gives the thread that waits for what is still under way on a device."""
         self.number = number
+        self._spans = spans
+        self._tallies = tallies
         self.closed = asyncio.Event()
         self._executor = executor
         self._steps = steps
@@ -161,7 +173,8 @@ class Epoch:
             self._fault(pb.FAULT_KIND_BAD_PLAN, message.step, error)
             return
         self._last_taken = plan.step
-        step = asyncio.create_task(self._execute(plan, masks, received_ns))
+        traced = message if self._spans is not None and message.traceparent else None
+        step = asyncio.create_task(self._execute(plan, masks, received_ns, traced))
         self._in_flight.append(step)
 
     def _take_masks(self, message: pb.Masks) -> None:
@@ -173,7 +186,9 @@ class Epoch:
         except BadPlanError as error:
             self._fault(pb.FAULT_KIND_BAD_PLAN, message.step, error)
 
-    async def _execute(self, plan: Plan, masks: StepMasks | None, received_ns: int) -> None:
+    async def _execute(
+        self, plan: Plan, masks: StepMasks | None, received_ns: int, traced: pb.StepPlan | None = None
+    ) -> None:
         begun_ns = received_ns
 
         def launch() -> Launched:
@@ -201,8 +216,16 @@ class Epoch:
         else:
             self._last_done = plan.step
             wait_us = max(0, begun_ns - received_ns) // 1000
-            self._outbox.put_nowait(pb.RunResponse(result=wire.result(outcome, received_ns, wait_us)))
+            result = wire.result(outcome, received_ns, wait_us)
+            self._outbox.put_nowait(pb.RunResponse(result=result))
+            if self._tallies is not None:
+                self._tallies.stepped(plan, result)
+            if self._spans is not None and traced is not None:
+                self._spans.done(traced, result, time.time_ns())
+                traced = None
         finally:
+            if self._spans is not None and traced is not None:
+                self._spans.failed(traced, received_ns, time.time_ns(), "EPOCH_OVER")
             self._masks.done(plan.step)
             self._in_flight.popleft()
 
@@ -238,6 +261,8 @@ class Epoch:
         message = str(error) or type(error).__name__
         log.warning("epoch %d: fault %s in step %s: %s", self.number, pb.FaultKind.Name(kind), step, message)
         if not self._ended:
+            if self._tallies is not None:
+                self._tallies.faulted(kind)
             fault = pb.Fault(kind=kind, step=step, slots=slots, message=message, fatal=fatal)
             self._outbox.put_nowait(pb.RunResponse(fault=fault))
             self.end()

@@ -15,6 +15,8 @@ from services.common import checkpoint, collector, config, logs
 from services.common.errors import StartError
 from services.common.server import Server
 from services.common.startup import Startup
+from services.common.telemetry.metrics import open_metrics
+from services.common.telemetry.tracing import open_tracer
 from services.executor import architecture, devices, loader, memory
 from services.executor.config import ExecutorConfig
 from services.executor.device import Device
@@ -28,6 +30,7 @@ from services.executor.ranks.joining import JoiningPeers
 from services.executor.ranks.leader import LeadingExecutor
 from services.executor.ranks.peers import ChildPeers, Peers
 from services.executor.server import SERVICE_NAME, ExecutorServicer
+from services.executor.step_spans import StepSpans
 
 _SWITCH_INTERVAL_S = 0.0005
 """The event loop waits this long for the step thread's GIL, at most, where it holds it; Python's default is ten times
@@ -123,7 +126,12 @@ def _threads(settings: ExecutorConfig) -> memory.Threads:
 
 async def _serve(executor: Executor, settings: ExecutorConfig, startup: Startup) -> None:
     server = Server(settings.host, settings.port)
-    servicer = ExecutorServicer(executor, server.health, startup)
+    tracer = open_tracer(settings)
+    spans = StepSpans(tracer) if tracer is not None else None
+    servicer = ExecutorServicer(executor, server.health, startup, spans)
+    metrics = open_metrics(settings)
+    if metrics is not None:
+        metrics.start(servicer.tallies.readings, model=settings.model)
     executor_pb2_grpc.add_ExecutorServiceServicer_to_server(servicer, server.grpc)
     await server.start([SERVICE_NAME])
     # Before any weight is loaded: a scheduler must reach it to have them loaded.
@@ -140,6 +148,10 @@ async def _serve(executor: Executor, settings: ExecutorConfig, startup: Startup)
         await server.stop()
     lost.cancel()
     await servicer.close()
+    if tracer is not None:
+        await tracer.close()
+    if metrics is not None:
+        await metrics.close()
     if lost.done() and not lost.cancelled():
         what = "its device" if isinstance(executor, DeviceExecutor) else "its ranks"
         raise StartError(f"{lost.result()}; the executor ends with {what}, start it again")

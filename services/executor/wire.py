@@ -10,7 +10,7 @@ import torch
 from triptych.executor.v1 import executor_pb2 as pb
 from triptych.inference.v1 import generation_pb2
 
-from services.common.contract import GRAMMAR, PROTOCOL_VERSION, SAMPLING, SERVED_SAMPLING, Door
+from services.common.contract import GRAMMAR, PROTOCOL_VERSION, SAMPLING, SERVED_SAMPLING, TRACE_CONTEXT, Door
 from services.common.errors import RequestError, invalid, unserved
 from services.executor.dtypes import CPU_DTYPES, Dtypes
 from services.executor.executor import Facts
@@ -19,7 +19,7 @@ from services.executor.masks import CACHE_SIZE, Mask, Words, allowing
 from services.executor.plan import MAX_IN_FLIGHT, BadPlanError, Int64s, Outcome, Plan, Settings, Started
 from services.executor.sampling_params import SamplingParams
 
-FEATURES = (GRAMMAR,)
+FEATURES = (GRAMMAR, TRACE_CONTEXT)
 """Optional parts of the contract served."""
 
 _DTYPES = {
@@ -68,6 +68,8 @@ _SERVED = {
             "masked_slots",
             "computed_tokens",
             "deadline_ms",
+            "traceparent",
+            "clock_offset_ns",
         }
     ),
     "triptych.executor.v1.Masks": frozenset({"step", "masks"}),

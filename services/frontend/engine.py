@@ -44,6 +44,8 @@ class Submission:
     grammar: Grammar | None = None
     traceparent: str = ""
     tracestate: str = ""
+    clock_offset_ns: int | None = None
+    """What the engine's clock is ahead of ours; None where nothing is traced."""
     resumed: tuple[tuple[int, tuple[int, ...]], ...] = ()
     """(choice, its ids so far): those that are run; empty: all, from their start."""
 
@@ -59,6 +61,8 @@ class EngineFinish:
 
     reason: str
     stop_id: int | None
+    last_token_unix_ns: int = 0
+    """By the engine's clock."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import random
 import time
@@ -16,6 +17,7 @@ from triptych.engine.v1 import engine_pb2, engine_pb2_grpc
 
 from services.common.errors import RequestError, unavailable
 from services.common.server import channel_options
+from services.common.telemetry.clock import ClockOffset, ping_interval_s
 from services.frontend import engine_wire
 from services.frontend.engine import StepReport, Submission
 from services.frontend.engine_request import EngineRequest, Sink
@@ -38,7 +40,17 @@ log = logging.getLogger(__name__)
 class EngineClient:
     """Attaches, and attaches again; hands each request what is its own."""
 
-    def __init__(self, target: str, tokenizer_hash: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        target: str,
+        tokenizer_hash: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        tells_clock_offset: bool = False,
+    ) -> None:
+        self.clock_offset = ClockOffset()
+        """What the engine's clock is ahead of ours; kept up where it was asked for."""
+        self._tells_clock_offset = tells_clock_offset
         self.changed = asyncio.Event()
         """Set when what `can_generate` or `require` say may have changed; who waits clears it."""
         self.facts: EngineFacts | None = None
@@ -150,13 +162,21 @@ class EngineClient:
         call: AttachCall = stub.Attach()  # type: ignore[call-arg, assignment]  # the stubs know only call iterators
         self._outgoing = Outgoing()
         self._outgoing.put(engine_wire.hello(self._frontend_id, self._tokenizer_hash))
-        writer = asyncio.create_task(_write(call, self._outgoing))
+        tasks = [asyncio.create_task(_write(call, self._outgoing))]
+        if self._tells_clock_offset:
+            tasks.append(asyncio.create_task(self._ping()))
         try:
             async for message in call:
                 self._receive(message)
         finally:
-            writer.cancel()
+            for task in tasks:
+                task.cancel()
             call.cancel()
+
+    async def _ping(self) -> None:
+        for number in itertools.count(1):
+            self._send(engine_wire.ping(time.time_ns()))
+            await asyncio.sleep(ping_interval_s(number))
 
     def _receive(self, message: engine_pb2.AttachResponse) -> None:
         could = self.can_generate()
@@ -211,6 +231,8 @@ class EngineClient:
         )
 
     def _on_heartbeat(self, message: engine_pb2.Heartbeat) -> None:
+        if message.HasField("ping_unix_ns"):
+            self.clock_offset.add(message.ping_unix_ns, message.sent_unix_ns, time.time_ns())
         before = self._state
         self._state = message.state
         if not self._attached:

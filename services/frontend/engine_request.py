@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -36,11 +37,21 @@ class EngineRequest:
         self._sink = sink
         self._end = end
         self._close = close
+        self._last_token_unix_ns = 0  # by the engine's clock, as it says
+        self._stopped_unix_ns = 0  # by ours, where we stopped a choice
 
     def put(self, choice_id: int, outputs: Outputs) -> None:
         """Hands over what is new of a choice, and aborts it where that was enough."""
+        if outputs.finish is not None:
+            self._last_token_unix_ns = max(self._last_token_unix_ns, outputs.finish.last_token_unix_ns)
         if self._sink.put(choice_id - self.request_id, outputs):
+            self._stopped_unix_ns = time.time_ns()
             self._end((choice_id,))
+
+    def ended_unix_ns(self, clock_offset_ns: int) -> int:
+        """When the last choice had its last id, by our clock; now where nobody has said."""
+        engines = self._last_token_unix_ns - clock_offset_ns if self._last_token_unix_ns else 0
+        return max(engines, self._stopped_unix_ns) or time.time_ns()
 
     def fail(self, error: RequestError) -> None:
         """Ends the request with an error, here alone."""

@@ -75,6 +75,7 @@ def submit(request_id: int, submission: Submission) -> engine_pb2.AttachRequest:
             timeout_ms=submission.timeout_ms,
             traceparent=submission.traceparent,
             tracestate=submission.tracestate,
+            clock_offset_ns=submission.clock_offset_ns,
             resumed=[
                 engine_pb2.Submit.Resumed(choice=choice, token_ids=_column(ids, "<u4"))
                 for choice, ids in submission.resumed
@@ -86,6 +87,11 @@ def submit(request_id: int, submission: Submission) -> engine_pb2.AttachRequest:
 def abort(choice_ids: Sequence[int]) -> engine_pb2.AttachRequest:
     """The end of choices that nobody waits for; choice i of a request is its id + i."""
     return engine_pb2.AttachRequest(abort=engine_pb2.Abort(request_ids=_column(choice_ids, "<u8")))
+
+
+def ping(sent_unix_ns: int) -> engine_pb2.AttachRequest:
+    """Answered by a heartbeat at once."""
+    return engine_pb2.AttachRequest(ping=engine_pb2.Ping(sent_unix_ns=sent_unix_ns))
 
 
 def sampling_message(sampling: Sampling) -> generation_pb2.Sampling:
@@ -173,7 +179,8 @@ def _add(outputs: dict[int, Outputs], request_id: int, new: Outputs) -> None:
 def _read_finish(finished: engine_pb2.Finished) -> EngineFinish:
     if finished.reason not in _REASONS:
         raise EngineContractError(f"request {finished.request_id} finished with reason {finished.reason}")
-    return EngineFinish(_REASONS[finished.reason], finished.stop_id if finished.HasField("stop_id") else None)
+    stop_id = finished.stop_id if finished.HasField("stop_id") else None
+    return EngineFinish(_REASONS[finished.reason], stop_id, finished.last_token_unix_ns)
 
 
 def _read_failed(failed: engine_pb2.Failed) -> RequestError:

@@ -6,7 +6,8 @@ https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-metrics/
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from typing import TypeAlias
 
 from triptych.inference.v1 import inference_pb2
 
@@ -32,6 +33,9 @@ _OPERATIONS = {
 }
 """Of the methods that generate."""
 
+Send: TypeAlias = Callable[[list[tuple[int, Delta]]], Awaitable[None]]
+"""Deltas to the client, by choice."""
+
 
 class GenerationTimes(CallTimes):
     """A call's times, and where it generates, those of its tokens. `model` is the served name."""
@@ -53,7 +57,16 @@ class GenerationTimes(CallTimes):
         self._num_choices = job.options.n
         self._is_resumed = bool(job.options.received)
 
-    def told(self, deltas: Iterable[tuple[int, Delta]]) -> None:
+    def timing(self, send: Send) -> Send:
+        """`send`, whose first tokens are noted."""
+
+        async def timed(deltas: list[tuple[int, Delta]]) -> None:
+            self._told(deltas)
+            await send(deltas)
+
+        return timed
+
+    def _told(self, deltas: Iterable[tuple[int, Delta]]) -> None:
         """These are on their way to the client."""
         count = sum(len(delta.token_ids) for _, delta in deltas)
         if not count:
@@ -82,7 +95,7 @@ class GenerationTimes(CallTimes):
             self._record(names.TIME_PER_OUTPUT_TOKEN, (self._last_s - self._first_s) * self._num_choices / later)
 
     def _record(self, metric: names.Metric, duration_s: float, more: dict[str, str] | None = None) -> None:
-        self.metrics.record(metric, duration_s, self._labels | (more or {}))
+        self.metrics.record(metric, duration_s, self._labels | (more or {}), self.trace)
 
 
 class Counts:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import grpc
 import numpy as np
 
-from services.common.contract import TRACE_CONTEXT
+from services.common.contract import CLOCK_OFFSET, TRACE_CONTEXT
 from services.common.errors import RequestError
+from services.common.telemetry.names import DELIVERY
+from services.common.telemetry.server_span import ServerSpan, server_span
+from services.frontend import request_spans
 from services.frontend.answer import Answer
 from services.frontend.engine import Scores, Submission
 from services.frontend.engine_client import EngineClient
@@ -44,6 +47,8 @@ class Call:
     request_id: str
     tenant: str
     context: Context
+    span: ServerSpan | None = field(default_factory=server_span)
+    """None where it is not traced."""
 
 
 class Runner:
@@ -63,19 +68,21 @@ class Runner:
     ) -> None:
         """Returns when every choice has stopped. Raises what has ended it before, once all that came is sent."""
         times = generation_times()
-        if times is None:
+        if times is None and call.span is None:
             await self._run(job, answer, call, send, tell, submitted)
             return
-
-        async def timed(deltas: list[tuple[int, Delta]]) -> None:
-            times.told(deltas)
-            await send(deltas)
-
-        times.asked(job)
+        if times is not None:
+            times.asked(job)
+            send = times.timing(send)
+        if call.span is not None:
+            request_spans.asked(call.span, job, call.request_id)
         try:
-            await self._run(job, answer, call, timed, tell, submitted)
+            await self._run(job, answer, call, send, tell, submitted)
         finally:
-            times.answered(answer)
+            if times is not None:
+                times.answered(answer)
+            if call.span is not None:
+                request_spans.answered(call.span, job, answer)
 
     async def _run(self, job: Job, answer: Answer, call: Call, send: Send, tell: Tell, submitted: Submitted) -> None:
         if job.options.prompt_logprobs is not None and len(job.prompt_ids) == 1:
@@ -87,9 +94,16 @@ class Runner:
             while not answer.done:
                 await send(await answer.take())
         else:
-            request = self._engine.submit(await _submission(job, answer.running, call), answer)
+            submission = await _submission(job, answer.running, call, self._engine.clock_offset.ns)
+            if call.span is not None:
+                call.span.leave(submission.arrived_unix_ns)
+            request = self._engine.submit(submission, answer)
             submitted(request)
-            await _deliver(job, answer, request, call, send, tell)
+            try:
+                await _deliver(job, answer, request, call, send, tell)
+            finally:
+                if call.span is not None and not answer.running:
+                    call.span.begin(DELIVERY, request.ended_unix_ns(self._engine.clock_offset.ns))
         log.debug(
             "request %s (label %r): %d prompt tokens, %d output tokens, stopped by %s",
             call.request_id,
@@ -105,6 +119,7 @@ async def _deliver(job: Job, answer: Answer, request: EngineRequest, call: Call,
     # A call that is cancelled while a slow client holds up a message may stay where it is: the callback is what
     # tells the engine at once.
     call.context.add_done_callback(lambda _: request.close())
+    untold = call.span
     try:
         while not answer.done:
             deltas = await answer.take()
@@ -112,6 +127,9 @@ async def _deliver(job: Job, answer: Answer, request: EngineRequest, call: Call,
                 await tell(scores)
             if deltas:
                 await send(deltas)
+                if untold is not None:
+                    request_spans.first_told(untold)
+                    untold = None
     except RequestError as error:
         if error.code is grpc.StatusCode.INTERNAL:
             log.error("request %s (label %r): %s", call.request_id, job.options.label, error.message)
@@ -121,7 +139,7 @@ async def _deliver(job: Job, answer: Answer, request: EngineRequest, call: Call,
         answer.close()
 
 
-async def _submission(job: Job, running: tuple[int, ...], call: Call) -> Submission:
+async def _submission(job: Job, running: tuple[int, ...], call: Call, clock_offset_ns: int) -> Submission:
     digests = await block_digests(job, call.tenant)
     remaining_s: float | None = call.context.time_remaining()
     if remaining_s is not None and remaining_s <= 0:
@@ -147,6 +165,7 @@ async def _submission(job: Job, running: tuple[int, ...], call: Call) -> Submiss
         digests=digests,
         traceparent=trace.traceparent,
         tracestate=trace.tracestate,
+        clock_offset_ns=clock_offset_ns if call.span is not None and CLOCK_OFFSET in job.engine.features else None,
         resumed=_resumed(job, running),
     )
 

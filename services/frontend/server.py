@@ -7,13 +7,15 @@ import contextlib
 import logging
 import socket
 
+import grpc
 from triptych.inference.v1 import inference_pb2_grpc
 
 from services.common.errors import StartError, unavailable
 from services.common.server import Server
 from services.common.startup import Startup
 from services.common.telemetry.metrics import open_metrics
-from services.frontend import served_model, service
+from services.common.telemetry.tracing import open_tracer
+from services.frontend import request_spans, served_model, service
 from services.frontend.calls import Calls
 from services.frontend.config import FrontendConfig
 from services.frontend.engine_admin import EngineAdmin
@@ -49,7 +51,11 @@ class Frontend:
             tool_call_format=config.tool_call_format,
             reasoning_format=config.reasoning_format,
         )
-        self.engine = EngineClient(config.engine, self.model.tokenizer_hash)
+        self._tracer = open_tracer(config)
+        self._tracing = request_spans.interceptor(self._tracer) if self._tracer is not None else None
+        self.engine = EngineClient(
+            config.engine, self.model.tokenizer_hash, tells_clock_offset=self._tracer is not None
+        )
         self.grammars = GrammarCheck(self.model.folder, sorted(self.model.eos_ids), config.grammar_budget())
         self.calls = Calls()
         self.metrics = open_metrics(config)
@@ -61,7 +67,7 @@ class Frontend:
             max_message_bytes=config.max_message_bytes,
             shares_port=shares_port,
             connection_age=config.connection_age(),
-            interceptors=[] if self._measured is None else [self._measured.interceptor],
+            interceptors=self._interceptors(),
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
             InferenceService(self.model, self.engine, self.calls, self.grammars, config.limits()), self.server.grpc
@@ -71,6 +77,11 @@ class Frontend:
         if config.vllm_adapter:
             self._add_vllm_adapter()
         self._watch: asyncio.Task[None] | None = None
+
+    def _interceptors(self) -> list[grpc.aio.ServerInterceptor]:
+        """Tracing first: what is measured inside it has the trace as its example."""
+        measuring = None if self._measured is None else self._measured.interceptor
+        return [one for one in (self._tracing, measuring) if one is not None]
 
     def _add_vllm_adapter(self) -> None:
         try:
@@ -135,6 +146,9 @@ class Frontend:
         await self.grammars.close()
         if self.metrics is not None:
             await self.metrics.close()
+        if self._tracing is not None and self._tracer is not None:
+            self._tracing.close()
+            await self._tracer.close()
 
     async def _stop_watching(self) -> None:
         if self._watch is not None:

@@ -1,17 +1,10 @@
-"""W3C trace context of a call (https://www.w3.org/TR/trace-context/), out of its metadata."""
+"""W3C trace context of a call (https://www.w3.org/TR/trace-context/): its span's, else what its metadata holds."""
 
 from __future__ import annotations
 
-import re
 from typing import Any, NamedTuple
 
-MAX_TRACESTATE_BYTES = 512
-"""What the standard asks carriers to pass on at least; a longer one is left out."""
-
-_VERSION = "00"
-_PARENT = re.compile(
-    r"(?P<version>[0-9a-f]{2})-(?P<ids>(?P<trace>[0-9a-f]{32})-(?P<span>[0-9a-f]{16})-[0-9a-f]{2})(?P<more>-.*)?"
-)
+from services.common.telemetry.context import CURRENT, MAX_TRACESTATE_BYTES, SpanContext, read_parent
 
 
 class TraceContext(NamedTuple):
@@ -20,20 +13,23 @@ class TraceContext(NamedTuple):
     traceparent: str = ""
     tracestate: str = ""
 
+    @property
+    def trace_id(self) -> str:
+        """32 hex digits, or ""."""
+        return self.traceparent[3:35]
+
 
 def trace_context_of(context: Any) -> TraceContext:
+    """What goes on from a call: its own span where it is traced, else what it came with."""
+    found = CURRENT.get() or parent_of(context)
+    return TraceContext() if found is None else TraceContext(found.traceparent, found.tracestate)
+
+
+def parent_of(context: Any) -> SpanContext | None:
     """What a call came with. One that is invalid by the standard counts as none: a trace is no reason to refuse."""
     metadata = context.invocation_metadata() or ()
     parents = [value for key, value in metadata if key == "traceparent"]
-    parent = _read_parent(parents[0]) if len(parents) == 1 else ""
+    if len(parents) != 1:
+        return None
     state = ",".join(value for key, value in metadata if key == "tracestate" and isinstance(value, str))
-    return TraceContext(parent, state if parent and len(state.encode()) <= MAX_TRACESTATE_BYTES else "")
-
-
-def _read_parent(header: str | bytes) -> str:
-    """In version 00, as which a later one is to be read; "" for one that is not valid."""
-    found = _PARENT.fullmatch(header) if isinstance(header, str) else None
-    if found is None or found["version"] == "ff" or (found["version"] == _VERSION and found["more"]):
-        return ""
-    is_valid = found["trace"].strip("0") and found["span"].strip("0")
-    return f"{_VERSION}-{found['ids']}" if is_valid else ""
+    return read_parent(parents[0], state if len(state.encode()) <= MAX_TRACESTATE_BYTES else "")

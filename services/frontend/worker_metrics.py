@@ -62,7 +62,7 @@ def merged(texts: Sequence[str]) -> list[Family]:
     """OpenMetrics of each process as one, with its number; "" where there is none."""
     families: dict[str, Family] = {}
     for number, text in enumerate(texts):
-        for family in text_string_to_metric_families(text) if text else ():
+        for family in text_string_to_metric_families(text) if text else ():  # type: ignore[no-untyped-call]
             into = families.setdefault(family.name, Family(family.name, family.documentation, family.type))
             into.samples += _numbered(family, number)
     return list(families.values())

@@ -47,8 +47,9 @@ _DOOR = Door(
                 "tenant",
                 "arrived_unix_ns",
                 "timeout_ms",
-                "traceparent",  # for the spans of tracing to come: a trace id is never a reason to refuse
+                "traceparent",  # unread: a trace id is never a reason to refuse
                 "tracestate",
+                "clock_offset_ns",
                 "resumed",
             }
         ),

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from triptych.engine.v1 import admin_pb2, engine_pb2
 
-from services.common.contract import GRAMMAR
+from services.common.contract import GRAMMAR, TRACE_CONTEXT
 from services.common.digests import DIGEST_BYTES, chained_digest
 from services.common.errors import RequestError, StartError, invalid, unavailable, unserved
 from services.common.telemetry import names
@@ -28,6 +28,7 @@ from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import Failure, FailureKind, RequestKey, Submission
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.step import InvariantError, ResultError, StepPlan, Updates
+from services.scheduler.engine_spans import EngineSpans
 from services.scheduler.executor_link import ExecutorFacts, ExecutorLink
 from services.scheduler.executor_run import Answer, ExecutorLostError, ExecutorRun, ExecutorTakenError
 from services.scheduler.frontends import Frontends
@@ -68,8 +69,11 @@ SUBMIT_BYTES = 1024 * 1024
 class Engine:
     """Serves from `run` on; the other methods are called from the same event loop and return at once."""
 
-    def __init__(self, model: Model, link: ExecutorLink, journal: Journal | None = None) -> None:
+    def __init__(
+        self, model: Model, link: ExecutorLink, journal: Journal | None = None, spans: EngineSpans | None = None
+    ) -> None:
         self.model = model
+        self._spans = spans
         self._journal = journal
         self.changed = asyncio.Event()
         """Set with every change of state, for whoever tells others."""
@@ -120,6 +124,8 @@ class Engine:
         if not self._frontends.remove(number):
             return False
         self._grammars.forget_frontend(number)
+        if self._spans is not None:
+            self._spans.left(number)
         if self._core is not None:
             for key in self._core.keys_of(number):
                 self._abort(key)
@@ -146,6 +152,8 @@ class Engine:
         except RequestError as error:
             self.refuse(number, submit.request_id, error)
             return
+        if self._spans is not None:
+            self._spans.received(submit, submission)
         if any(key in self._grammars for key in submission.choice_keys()):
             self._submitted(submission, invalid("request_id", f"{submit.request_id} is in use; use each id once"))
         elif grammar is None:
@@ -158,6 +166,8 @@ class Engine:
     def _submitted(self, submission: Submission, failure: Failure | RequestError | None) -> None:
         """The core has a request now, or it was refused."""
         if failure is not None:
+            if self._spans is not None:
+                self._spans.refused(submission.choice_keys(), _reason(failure))
             for key in submission.choice_keys():  # an id used twice: its first use must not go on past this end
                 self._abort(key)
         if isinstance(failure, RequestError):
@@ -168,6 +178,8 @@ class Engine:
         self._requests_changed()
 
     def _abort(self, key: RequestKey) -> None:
+        if self._spans is not None:
+            self._spans.aborted(key)
         self._grammars.forget(key)
         if self._core is not None:
             self._core.abort(key)
@@ -183,6 +195,8 @@ class Engine:
     def refuse(self, number: int, request_id: int, error: RequestError) -> None:
         """Ends a request at the door, and what runs under its id."""
         step = 0
+        if self._spans is not None:
+            self._spans.refused([RequestKey(number, request_id)], error.reason)
         if self._core is not None:
             step = self._core.applied_step
             self._abort(RequestKey(number, request_id))
@@ -355,7 +369,9 @@ class Engine:
         num_blocks = self._blocks_of(facts, core)
         await self._link.allocate(num_blocks)
         self._serves_grammars = await self._grammars.is_served() and GRAMMAR in facts.features
-        run = await self._link.open(facts.version, self._work.set)
+        run = await self._link.open(
+            facts.version, self._work.set, traces=self._spans is not None and TRACE_CONTEXT in facts.features
+        )
         core.new_epoch(num_blocks, facts.max_in_flight)
         self._grammars.masking.new_epoch()
         self._statistics.epoch_began()
@@ -386,6 +402,8 @@ class Engine:
         self._run = None
         num_requests = self.core.num_requests - self._self_test.is_running
         log.error("lost the executor: %s; %d requests end", error, num_requests)
+        if self._spans is not None:
+            self._spans.lost()
         message = "the executor was lost while this request waited or ran; try again"
         self._deliver(self.core.fail_all(FailureKind.EXECUTOR_LOST, message))
         self.core.new_epoch()
@@ -415,7 +433,8 @@ class Engine:
             if plan is None:
                 return
             self._grammars.planned(plan, run)
-            await run.send(plan)
+            trace = self._spans.planned(plan, begun_s, run.clock_offset_ns) if self._spans is not None else None
+            await run.send(plan, trace)
 
     def _apply(self, run: ExecutorRun, core: Scheduler, answer: Answer) -> None:
         counts = self._counts(answer.plan)
@@ -424,8 +443,10 @@ class Engine:
             updates = core.apply(answer.result, now_ns())
         except ResultError as error:
             raise ExecutorLostError(f"its result contradicts the plan: {error}") from error
+        apply_s = time.monotonic() - begun_s
+        if self._spans is not None:
+            self._spans.applied(answer, apply_s)
         if counts:
-            apply_s = time.monotonic() - begun_s
             self._statistics.applied(
                 execute_s=answer.execute_s, sample_s=answer.sample_s, apply_s=apply_s, graph=answer.graph
             )
@@ -462,6 +483,8 @@ class Engine:
     def _deliver(self, updates: Updates, logprobs: Mapping[int, Logprob] | None = None) -> None:
         self._self_test.settle(self.core, updates)
         self._grammars.masking.ended(updates)
+        if self._spans is not None:
+            self._spans.updated(updates)
         for failure in updates.failed:
             if failure.key.frontend != self_test.FRONTEND:
                 _log_failure(failure)
@@ -525,6 +548,10 @@ class Engine:
             message = "the scheduler shut down before this request was done; submit it to another"
             self._deliver(self.core.fail_all(FailureKind.DRAINING, message))
             raise
+
+
+def _reason(failure: Failure | RequestError) -> str:
+    return failure.reason if isinstance(failure, RequestError) else outputs.reason_of(failure.kind)
 
 
 def _log_failure(failure: Failure) -> None:

@@ -11,13 +11,16 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from triptych.executor.v1 import executor_pb2, executor_pb2_grpc
 
-from services.common.contract import GRAMMAR, PROTOCOL_VERSION
+from services.common.contract import GRAMMAR, PROTOCOL_VERSION, TRACE_CONTEXT
 from services.common.errors import StartError
 from services.common.health import GENERATE
 from services.common.server import channel_options
 from services.scheduler.executor_run import ExecutorLostError, ExecutorRun
 
 log = logging.getLogger(__name__)
+
+FEATURES = (GRAMMAR, TRACE_CONTEXT)
+"""Optional parts of the executor contract that this scheduler knows."""
 
 PROGRESS_INTERVAL_S = 5.0
 HEALTH_TIMEOUT_S = 5.0
@@ -67,7 +70,7 @@ class ExecutorLink:
     async def load(self) -> ExecutorFacts:
         """Has the weights loaded; progress goes to the log."""
         request = executor_pb2.LoadRequest(
-            min_version=PROTOCOL_VERSION, max_version=PROTOCOL_VERSION, features=(GRAMMAR,), config=self._config
+            min_version=PROTOCOL_VERSION, max_version=PROTOCOL_VERSION, features=FEATURES, config=self._config
         )
         progress = _Progress()
         try:
@@ -87,10 +90,11 @@ class ExecutorLink:
             raise self._failure("Allocate", error) from None
         log.info("the executor has %d KV blocks and is warm after %d ms", num_blocks, answer.warmup_ms)
 
-    async def open(self, version: int, on_event: Callable[[], None]) -> ExecutorRun:
-        """A new epoch, higher than all before: milliseconds of the clock. `on_event` as ExecutorRun calls it."""
+    async def open(self, version: int, on_event: Callable[[], None], *, traces: bool = False) -> ExecutorRun:
+        """A new epoch, higher than all before: milliseconds of the clock. `on_event` and `traces` as ExecutorRun has
+        them."""
         self._epoch = max(self._epoch + 1, time.time_ns() // 1_000_000)
-        run = ExecutorRun(self._stub.Run(), self._epoch, on_event)
+        run = ExecutorRun(self._stub.Run(), self._epoch, on_event, traces=traces)
         try:
             await run.open(version)
         except BaseException:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 from triptych.executor.v1 import executor_pb2
 
+from services.common.telemetry.clock import ClockOffset, ping_interval_s
 from services.scheduler.core.step import ResultError, StepPlan, StepResult
 from services.scheduler.plan_codec import Logprob, deadline_ms, decode_result, encode_plan, fault_name
 
@@ -38,6 +41,13 @@ _GRAPHS = {
 }
 
 
+class StepTrace(NamedTuple):
+    """Of a step that is traced: its span, and what the executor's clock is ahead of that of the trace."""
+
+    traceparent: str
+    clock_offset_ns: int
+
+
 @dataclass(frozen=True, eq=False)
 class Answer:
     """A plan's result. `step_s` is the time the executor had for it alone: since it was sent, or the last was done;
@@ -57,7 +67,8 @@ class Answer:
 class ExecutorRun:
     """Plans down, results up, in order; several plans may be under way. Once lost it stays lost.
 
-    `on_event` is called when an answer has come, and when the run is lost.
+    `on_event` is called when an answer has come, and when the run is lost. With `traces` the executor is pinged now and
+    then, which tells its clock.
     """
 
     def __init__(
@@ -65,8 +76,11 @@ class ExecutorRun:
         call: grpc.aio.StreamStreamCall[executor_pb2.RunRequest, executor_pb2.RunResponse],
         epoch: int,
         on_event: Callable[[], None],
+        *,
+        traces: bool = False,
     ) -> None:
         self.epoch = epoch
+        self._clock_offset = ClockOffset() if traces else None
         self.heard_s = time.monotonic()
         self.step_since_s: float | None = None
         """When the step that the executor is at began; None: it has none."""
@@ -79,6 +93,12 @@ class ExecutorRun:
         self._lost: ExecutorLostError | None = None
         self._writing = asyncio.Lock()  # a stream takes one message at a time
         self._reader = asyncio.create_task(self._read(), name=f"executor-run-{epoch}")
+        self._pinger: asyncio.Task[None] | None = None
+
+    @property
+    def clock_offset_ns(self) -> int | None:
+        """What the executor's clock is ahead of ours; None where it is not told of traces."""
+        return None if self._clock_offset is None else self._clock_offset.ns
 
     @property
     def lost(self) -> ExecutorLostError | None:
@@ -95,13 +115,21 @@ class ExecutorRun:
                 await self._opened
         except TimeoutError:
             raise ExecutorLostError(f"no heartbeat within {OPEN_TIMEOUT_S:g} s of Open") from None
+        if self._clock_offset is not None:
+            self._pinger = asyncio.create_task(self._ping(), name=f"executor-clock-{self.epoch}")
 
     @property
     def num_under_way(self) -> int:
         """Plans whose answer has not been taken yet."""
         return len(self._plans) + len(self._answers)
 
-    async def send(self, plan: StepPlan) -> None:
+    async def _ping(self) -> None:
+        with contextlib.suppress(ExecutorLostError):  # the engine hears of it by itself
+            for number in itertools.count(1):
+                await self._write(executor_pb2.RunRequest(ping=executor_pb2.Ping(sent_unix_ns=time.time_ns())))
+                await asyncio.sleep(ping_interval_s(number))
+
+    async def send(self, plan: StepPlan, trace: StepTrace | None = None) -> None:
         """Sends a plan behind those under way. Raises ExecutorLostError: also when it cannot be written in time."""
         if self._lost is not None:
             raise self._lost
@@ -110,7 +138,10 @@ class ExecutorRun:
             self._begin_step()
         try:
             async with asyncio.timeout(_limit_s(plan)):
-                await self._write(encode_plan(plan))
+                message = encode_plan(plan)
+                if trace is not None:
+                    message.plan.traceparent, message.plan.clock_offset_ns = trace
+                await self._write(message)
         except TimeoutError:
             raise ExecutorLostError(f"step {plan.step} could not be sent within {_limit_s(plan):g} s") from None
 
@@ -132,8 +163,10 @@ class ExecutorRun:
         """Ends the stream, and with it the epoch."""
         self._end_step()
         self._call.cancel()
-        self._reader.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
+        tasks = [self._reader] if self._pinger is None else [self._reader, self._pinger]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _write(self, message: executor_pb2.RunRequest) -> None:
         try:
@@ -165,8 +198,11 @@ class ExecutorRun:
         if kind == "result":
             self._take_result(message.result)
         elif kind == "heartbeat":
-            if not self._opened.done() and message.heartbeat.epoch == self.epoch:
+            beat = message.heartbeat
+            if not self._opened.done() and beat.epoch == self.epoch:
                 self._opened.set_result(None)
+            if self._clock_offset is not None and beat.HasField("ping_unix_ns"):
+                self._clock_offset.add(beat.ping_unix_ns, beat.sent_unix_ns, time.time_ns())
         elif kind == "fault":
             fault = message.fault
             step = f" in step {fault.step}" if fault.HasField("step") else ""

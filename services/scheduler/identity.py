@@ -13,7 +13,7 @@ from triptych.engine.v1 import engine_pb2
 from triptych.executor.v1 import executor_pb2
 
 from services.common import checkpoint
-from services.common.contract import PROTOCOL_VERSION, RESUME, TRACE_CONTEXT
+from services.common.contract import CLOCK_OFFSET, PROTOCOL_VERSION, RESUME, TRACE_CONTEXT
 from services.common.errors import StartError
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.core.limits import Limits
@@ -32,7 +32,7 @@ _DTYPES = {
 }
 
 
-FEATURES = (RESUME, TRACE_CONTEXT)
+FEATURES = (RESUME, TRACE_CONTEXT, CLOCK_OFFSET)
 """Optional parts of the engine contract that are always served."""
 
 MAX_IN_FLIGHT = 2

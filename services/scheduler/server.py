@@ -12,9 +12,11 @@ from triptych.engine.v1 import admin_pb2_grpc, engine_pb2, engine_pb2_grpc
 from services.common.server import Server
 from services.common.startup import Startup
 from services.common.telemetry.metrics import open_metrics
+from services.common.telemetry.tracing import open_tracer
 from services.scheduler.admin import ADMIN_SERVICE, AdminServicer
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.engine import Engine
+from services.scheduler.engine_spans import EngineSpans
 from services.scheduler.executor_link import ExecutorLink
 from services.scheduler.frontend_stream import FrontendStream
 from services.scheduler.identity import Model
@@ -61,7 +63,9 @@ class SchedulerServer:
         model = Model.read(config)
         self._link = ExecutorLink(config.executor, model.engine_config())
         self._journal = Journal(config.record) if config.record is not None else None
-        self.engine = Engine(model, self._link, self._journal)
+        self._tracer = open_tracer(config)
+        spans = EngineSpans(self._tracer) if self._tracer is not None else None
+        self.engine = Engine(model, self._link, self._journal, spans)
         self._metrics = open_metrics(config)
         self.server = Server(config.host, config.port)
         if max_pending_bytes is None:
@@ -112,6 +116,8 @@ class SchedulerServer:
         self.engine.close()
         if self._journal is not None:
             self._journal.close()
+        if self._tracer is not None:
+            await self._tracer.close()
         if self._metrics is not None:
             await self._metrics.close()
 

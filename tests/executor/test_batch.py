@@ -152,8 +152,6 @@ BAD_PLANS = {
         },
         "masked_slots names slot 2, which does not sample: it has computed 2 of 3 ids",
     ),
-    # not served yet: refused by name
-    "traces": ({"slots": column(1), "traceparent": "00-1-2-01"}, "traceparent"),
 }
 
 

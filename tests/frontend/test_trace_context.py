@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from services.frontend.trace_context import MAX_TRACESTATE_BYTES, TraceContext, trace_context_of
+from services.common.telemetry.context import MAX_TRACESTATE_BYTES
+from services.frontend.trace_context import TraceContext, trace_context_of
 from tests.frontend.harness import scripted, serving
 from tests.support.calls import by_ids, generate, greedy
 

@@ -17,6 +17,7 @@ import grpc
 
 from services.common.errors import LAST_REASON
 from services.common.telemetry import names
+from services.common.telemetry.context import CURRENT
 from services.common.telemetry.metrics import Metrics
 
 
@@ -27,13 +28,15 @@ class CallTimes:
         self.metrics = metrics
         self.method = method
         self.begun_s = time.monotonic()
+        self.trace = CURRENT.get()
+        """The sampled span that is an example of what is measured."""
         self.has_ended = False
 
     def end(self, code: str) -> None:
         """The call has ended with a gRPC status."""
         self.has_ended = True
         labels = {names.METHOD: self.method, names.STATUS_CODE: code}
-        self.metrics.record(names.CALL_DURATION, time.monotonic() - self.begun_s, labels)
+        self.metrics.record(names.CALL_DURATION, time.monotonic() - self.begun_s, labels, self.trace)
 
 
 _CALL: ContextVar[CallTimes | None] = ContextVar("triptych_call_times", default=None)

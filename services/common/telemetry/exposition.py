@@ -38,7 +38,7 @@ _CLIENT_S = 10.0
 """What a scraper is given for each part of its request."""
 
 
-class ScrapeReader(MetricReader, Collector):
+class ScrapeReader(MetricReader):
     """Collects when it is scraped; `refresh` is called before, and may raise, which is the scraper's answer."""
 
     def __init__(
@@ -47,34 +47,34 @@ class ScrapeReader(MetricReader, Collector):
         refresh: Callable[[], None],
         complete: Callable[[MetricsData], MetricsData],
     ) -> None:
-        MetricReader.__init__(self)
-        self._metrics = {metric.name: metric for metric in metrics}
+        super().__init__()
+        self._known = {metric.name: metric for metric in metrics}
         self._refresh = refresh
         self._complete = complete
         self._lock = threading.Lock()
-        self._data: MetricsData | None = None
+        self._received: list[MetricsData] = []
 
     def _receive_metrics(self, metrics_data: MetricsData, timeout_millis: float = 10_000, **kwargs: Any) -> None:
-        self._data = self._complete(metrics_data)
+        self._received.append(self._complete(metrics_data))
 
     def shutdown(self, timeout_millis: float = 30_000, **kwargs: Any) -> None:
         """Nothing is held."""
-
-    def describe(self) -> Iterable[Family]:
-        """Nothing is collected before it is asked for."""
-        return ()
 
     def families(self) -> list[Family]:
         """All metrics, as they are now."""
         self._refresh()
         with self._lock:
-            self._data = None
-            MetricReader.collect(self)
-            data = self._data
-        if data is None:
-            return []
-        told = (metric for of in data.resource_metrics for scope in of.scope_metrics for metric in scope.metrics)
-        return [_family(self._metrics[one.name], one.data) for one in told if one.name in self._metrics]
+            self._received.clear()
+            self.collect()
+            received = self._received.copy()
+        told = (
+            metric
+            for data in received
+            for of in data.resource_metrics
+            for scope in of.scope_metrics
+            for metric in scope.metrics
+        )
+        return [_family(self._known[one.name], one.data) for one in told if one.name in self._known]
 
 
 class Scraped(Collector):
@@ -180,5 +180,5 @@ def _buckets(point: HistogramDataPoint) -> Sequence[Any]:
     buckets, total = [], 0
     for bound, count, exemplar in zip(bounds, point.bucket_counts, exemplars, strict=True):
         total += count
-        buckets.append((floatToGoString(bound), total, exemplar))
+        buckets.append((floatToGoString(bound), total, exemplar))  # type: ignore[no-untyped-call]
     return buckets

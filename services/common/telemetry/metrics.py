@@ -1,4 +1,4 @@
-"""The metrics of a process: read when somebody asks, told to Prometheus and by OTLP. No Metrics: nothing is measured."""
+"""The metrics of a process: read when somebody asks, told to Prometheus and by OTLP. No Metrics: none are taken."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 
 from opentelemetry.context import Context
 from opentelemetry.metrics import CallbackOptions, Observation
@@ -22,12 +21,15 @@ from opentelemetry.sdk.metrics.export import (
     MetricsData,
 )
 from opentelemetry.sdk.metrics.export import Metric as SdkMetric
-from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
+from opentelemetry.trace import NonRecordingSpan, TraceFlags, set_span_in_context
+from opentelemetry.trace import SpanContext as SdkSpanContext
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from services.common.config import ServiceConfig
-from services.common.telemetry import names
+from services.common.telemetry import names, otlp
+from services.common.telemetry.context import SpanContext
 from services.common.telemetry.exposition import Endpoint, Scraped, ScrapeReader, listen
+from services.common.telemetry.metric_export import open_reader
 from services.common.telemetry.names import Metric
 from services.common.telemetry.readings import Read, Reading, Snapshot, Tally
 
@@ -53,10 +55,12 @@ class Metrics:
         self._metrics = (*names.METRICS["every service"], *names.METRICS[config.service])
         self._scrape = ScrapeReader(self._metrics, self._refresh, self._complete)
         readers: list[MetricReader] = [self._scrape] if config.metrics_port is not None else []
+        if (exporting := open_reader(config, self._complete)) is not None:
+            readers.append(exporting)
         self._provider = MeterProvider(
-            readers, exemplar_filter=TraceBasedExemplarFilter(), shutdown_on_exit=False
+            readers, otlp.resource(config.service), exemplar_filter=TraceBasedExemplarFilter(), shutdown_on_exit=False
         )
-        self._meter = self._provider.get_meter("triptych", _version())
+        self._meter = self._provider.get_meter("triptych", otlp.package_version())
         self._recorded = {
             metric.name: self._meter.create_histogram(
                 metric.name,
@@ -69,9 +73,9 @@ class Metrics:
         }
 
     def record(
-        self, metric: Metric, duration_s: float, labels: Mapping[str, str], trace: tuple[str, str] | None = None
+        self, metric: Metric, duration_s: float, labels: Mapping[str, str], trace: SpanContext | None = None
     ) -> None:
-        """One duration; `trace` are the ids, as hex, of the sampled span that it is an example of."""
+        """One duration; `trace` is the sampled span that it is an example of."""
         self._recorded[metric.name].record(duration_s, labels, context=_context(trace))
 
     def start(self, read: Read, *, model: str, listener: socket.socket | None = None) -> None:
@@ -79,7 +83,9 @@ class Metrics:
 
         Raises StartError where the port is taken.
         """
-        info = Reading(names.INFO, 1, {"service": self._config.service, "model": model, "version": _version()})
+        info = Reading(
+            names.INFO, 1, {"service": self._config.service, "model": model, "version": otlp.package_version()}
+        )
         self._snapshot = Snapshot(lambda: (info, *read()), asyncio.get_running_loop())
         for metric in self._metrics:
             if metric.kind == "counter":
@@ -146,9 +152,7 @@ class Metrics:
 
     def _told(self, metric: Metric) -> SdkMetric | None:
         readings = self._snapshot.of(metric) if self._snapshot is not None else ()
-        points = [
-            self._point(reading, reading.value) for reading in readings if isinstance(reading.value, Tally)
-        ]
+        points = [self._point(reading, reading.value) for reading in readings if isinstance(reading.value, Tally)]
         if not points:
             return None
         return SdkMetric(metric.name, metric.description, metric.unit, Histogram(points, _CUMULATIVE))
@@ -168,23 +172,20 @@ class Metrics:
 
 
 def open_metrics(config: ServiceConfig) -> Metrics | None:
-    """As the configuration says; None: nobody asks for them."""
-    return None if config.metrics_port is None else Metrics(config)
+    """As the configuration and the standard's variables say; None: nobody asks for them. Raises StartError."""
+    if config.metrics_port is None and otlp.metrics_endpoint(config) is None:
+        return None
+    return Metrics(config)
 
 
 _CUMULATIVE = AggregationTemporality.CUMULATIVE
 _NOBODY = Context()
 
 
-def _context(trace: tuple[str, str] | None) -> Context:
+def _context(trace: SpanContext | None) -> Context:
     if trace is None:
         return _NOBODY
-    ids = SpanContext(int(trace[0], 16), int(trace[1], 16), is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+    ids = SdkSpanContext(
+        int(trace.trace_id, 16), int(trace.span_id, 16), is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED)
+    )
     return set_span_in_context(NonRecordingSpan(ids), _NOBODY)
-
-
-def _version() -> str:
-    try:
-        return version("triptych")
-    except PackageNotFoundError:
-        return ""

@@ -11,6 +11,62 @@ from typing import Literal, NamedTuple
 
 # -- spans and their attributes
 
+SERVICE_NAME = "triptych-{service}"
+SCOPE = "triptych"
+
+TOKENIZE, QUEUE, PREFILL, DECODE, DELIVERY = "tokenize", "queue", "prefill", "decode", "delivery"
+"""They partition the SERVER span of a generation, in this order."""
+STEP = "step"
+
+RPC_SYSTEM_NAME = "rpc.system.name"
+RPC_METHOD = "rpc.method"
+RPC_RESPONSE_STATUS_CODE = "rpc.response.status_code"
+ERROR_TYPE = "error.type"
+
+GEN_AI_OPERATION_NAME = "gen_ai.operation.name"
+GEN_AI_PROVIDER_NAME = "gen_ai.provider.name"
+GEN_AI_OUTPUT_TYPE = "gen_ai.output.type"
+GEN_AI_REQUEST_CHOICE_COUNT = "gen_ai.request.choice.count"
+GEN_AI_REQUEST_FREQUENCY_PENALTY = "gen_ai.request.frequency_penalty"
+GEN_AI_REQUEST_MAX_TOKENS = "gen_ai.request.max_tokens"
+GEN_AI_REQUEST_MODEL = "gen_ai.request.model"
+GEN_AI_REQUEST_PRESENCE_PENALTY = "gen_ai.request.presence_penalty"
+GEN_AI_REQUEST_SEED = "gen_ai.request.seed"
+GEN_AI_REQUEST_STREAM = "gen_ai.request.stream"
+GEN_AI_REQUEST_TEMPERATURE = "gen_ai.request.temperature"
+GEN_AI_REQUEST_TOP_K = "gen_ai.request.top_k"
+GEN_AI_REQUEST_TOP_P = "gen_ai.request.top_p"
+GEN_AI_RESPONSE_FINISH_REASONS = "gen_ai.response.finish_reasons"
+GEN_AI_RESPONSE_ID = "gen_ai.response.id"
+GEN_AI_RESPONSE_MODEL = "gen_ai.response.model"
+GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK = "gen_ai.response.time_to_first_chunk"
+GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS = "gen_ai.usage.cache_read.input_tokens"
+GEN_AI_USAGE_INPUT_TOKENS = "gen_ai.usage.input_tokens"
+GEN_AI_USAGE_OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+
+PROVIDER = "triptych"
+CHAT, TEXT_COMPLETION = "chat", "text_completion"
+
+RESUMED = "triptych.request.resumed"
+PROMPT_TOKENS = "triptych.prompt_tokens"
+CACHED_TOKENS = "triptych.cached_tokens"
+PREEMPTIONS = "triptych.preemptions"
+END = "triptych.end"
+"""Why a phase was the last one: finished, aborted (by the frontend: a client left, or a stop string came) or failed."""
+CLOCK_OFFSET = "triptych.clock_offset_s"
+"""What the service's clock was ahead of the frontend's; it has been taken off the span's times already."""
+
+STEP_NUMBER = "triptych.step.number"
+STEP_ROWS = "triptych.step.rows"
+STEP_TOKENS = "triptych.step.tokens"
+STEP_REQUESTS = "triptych.step.traced_requests"
+STEP_GRAPH = "triptych.step.graph"
+PLAN_TIME = "triptych.step.plan_s"
+WAIT_TIME = "triptych.step.wait_s"
+EXECUTE_TIME = "triptych.step.execute_s"
+SAMPLE_TIME = "triptych.step.sample_s"
+APPLY_TIME = "triptych.step.apply_s"
+
 # -- metrics and their labels
 
 
@@ -67,11 +123,11 @@ CALL_DURATION_BOUNDS_S = (
 """The conventions' buckets, then on upward: a queue can be long, a preemption may stand between two tokens."""
 
 # Labels. Each has few values, known from the code or the configuration: never a caller's text.
-OPERATION = "gen_ai.operation.name"
-REQUEST_MODEL = "gen_ai.request.model"
-ERROR = "error.type"
-METHOD = "rpc.method"
-STATUS_CODE = "rpc.response.status_code"
+OPERATION = GEN_AI_OPERATION_NAME
+REQUEST_MODEL = GEN_AI_REQUEST_MODEL
+ERROR = ERROR_TYPE
+METHOD = RPC_METHOD
+STATUS_CODE = RPC_RESPONSE_STATUS_CODE
 PHASE, REASON, PART, STATE, GRAPH, KIND, WORKER = "phase", "reason", "part", "state", "graph", "kind", "worker"
 
 # Every service's.
@@ -119,7 +175,9 @@ PREFIX_BLOCKS = _gauge(
 )
 PREFIX_QUERIES = _counter("triptych.prefix_cache_queries", "{token}", "prompt tokens looked up in the prefix cache")
 PREFIX_HITS = _counter("triptych.prefix_cache_hits", "{token}", "of these, found there")
-PREEMPTIONS_COUNT = _counter("triptych.num_preemptions", "{request}", "choices put back into the queue for want of blocks")
+PREEMPTIONS_COUNT = _counter(
+    "triptych.num_preemptions", "{request}", "choices put back into the queue for want of blocks"
+)
 PROMPT_TOKENS_COUNT = _counter(
     "triptych.prompt_tokens", "{token}", "prompt tokens of requests that started, cached ones included"
 )
@@ -153,7 +211,9 @@ MASKS = _counter("triptych.masks", "{mask}", "masks built for them")
 MASK_TIME = _counter("triptych.mask_time", "s", "what building them took, off the step loop")
 
 # The executor's: the device.
-EXECUTOR_STEPS = _counter("triptych.executor.steps", "{step}", "steps computed, the scheduler's self-tests left out")
+EXECUTOR_STEPS = _counter(
+    "triptych.executor.steps", "{step}", "steps with rows that were computed, self-tests of an idle scheduler included"
+)
 EXECUTOR_STEP_TIME = _counter(
     "triptych.executor.step_time", "s", "time of steps: wait (behind the one before), execute, sample", PART
 )
