@@ -1,4 +1,4 @@
-"""One of several frontend processes on a port, as `workers.py` starts it: `worker PARENT_PID PORT METRICS_FD FLAGS...`."""
+"""One of several frontend processes on a port, as `workers.py` starts it: `worker PARENT_PID PORT METRICS_FD FLAGS`."""
 
 from __future__ import annotations
 

@@ -55,7 +55,11 @@ class _Telling(MetricExporter):
         self._fails = False
 
     def export(self, metrics_data: MetricsData, timeout_millis: float = 10_000, **kwargs: Any) -> MetricExportResult:
-        result = self._sink.export(metrics_data, timeout_millis, **kwargs)
+        try:
+            result = self._sink.export(metrics_data, timeout_millis, **kwargs)
+        except Exception as error:
+            log.debug("exporting metrics failed", exc_info=error)
+            result = MetricExportResult.FAILURE
         fails = result is not MetricExportResult.SUCCESS
         if fails and not self._fails:
             log.warning("the collector takes no metrics; Prometheus has them too, where metrics_port is set")

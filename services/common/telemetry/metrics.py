@@ -31,7 +31,7 @@ from services.common.telemetry.context import SpanContext
 from services.common.telemetry.exposition import Endpoint, Scraped, ScrapeReader, listen
 from services.common.telemetry.metric_export import open_reader
 from services.common.telemetry.names import Metric
-from services.common.telemetry.readings import Read, Reading, Snapshot, Tally
+from services.common.telemetry.readings import FRESH_S, Read, Reading, Snapshot, Tally
 
 CLOSE_S = 1.5
 """What a shutdown gives the last export to leave."""
@@ -122,7 +122,7 @@ class Metrics:
     def _observe(self, metric: Metric) -> Callable[[CallbackOptions], Iterable[Observation]]:
         def observations(options: CallbackOptions) -> Iterable[Observation]:
             return [
-                Observation(reading.value, reading.labels)
+                Observation(reading.value + 0, reading.labels)  # OTLP takes no bool for a number
                 for reading in self._readings(metric)
                 if not isinstance(reading.value, Tally)
             ]
@@ -134,7 +134,7 @@ class Metrics:
         if self._snapshot is None:
             return ()
         try:
-            self._snapshot.refresh()
+            self._snapshot.refresh(FRESH_S)
         except (TimeoutError, RuntimeError) as error:
             log.debug("no new readings", exc_info=error)
         return self._snapshot.of(metric)
@@ -166,8 +166,8 @@ class Metrics:
             sum=tally.sum_s,
             bucket_counts=tuple(tally.counts),
             explicit_bounds=tuple(tally.bounds_s),
-            min=float("inf"),  # not known; they are left out
-            max=float("-inf"),
+            min=None,  # type: ignore[arg-type]  # not known, and optional in OTLP
+            max=None,  # type: ignore[arg-type]
         )
 
 

@@ -50,10 +50,13 @@ class Snapshot:
         self._taken_s = float("-inf")
         self._readings: dict[str, list[Reading]] = {}
 
-    def refresh(self) -> None:
-        """Reads anew. Raises TimeoutError where the event loop does not answer, RuntimeError where it is closed."""
+    def refresh(self, older_than_s: float = 0.0) -> None:
+        """Reads anew, where the last readings are older than that.
+
+        Raises TimeoutError where the event loop does not answer, RuntimeError where it is closed.
+        """
         with self._lock:
-            if time.monotonic() - self._taken_s < FRESH_S:
+            if time.monotonic() - self._taken_s < older_than_s:
                 return
             taken: Future[dict[str, list[Reading]]] = Future()
             self._loop.call_soon_threadsafe(self._take, taken)
