@@ -23,8 +23,8 @@ from services.scheduler.core import counters
 from tests.frontend.harness import VOCAB_SIZE, text_checkpoint
 from tests.support.attached import until, until_idle
 from tests.support.calls import by_ids, greedy
-from tests.support.metric_sink import collector
 from tests.support.metered import Metered, metered, read, scrape
+from tests.support.metric_sink import collector
 
 STREAMS, TOKENS, PROMPT = 8, 6, 20
 
@@ -273,14 +273,16 @@ async def test_a_collector_is_told_the_same_by_otlp_and_a_silent_one_holds_up_no
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "100")
-    async with collector() as (sink, endpoint):
-        async with metered(model, frontend={"otlp_endpoint": endpoint}, otlp_endpoint=endpoint) as engine:
-            for first in range(3, 3 + STREAMS):
-                await generate(engine, first)
-            await until(lambda: sink.count(names.TIME_TO_FIRST_TOKEN) == STREAMS)
-            await until(lambda: sink.total(names.GENERATION_TOKENS) == STREAMS * TOKENS)
-            await until(lambda: sink.count(names.INTER_TOKEN_LATENCY) == STREAMS * (TOKENS - 1))
-            assert sink.services == {"triptych-frontend", "triptych-scheduler"}
+    async with (
+        collector() as (sink, endpoint),
+        metered(model, frontend={"otlp_endpoint": endpoint}, otlp_endpoint=endpoint) as engine,
+    ):
+        for first in range(3, 3 + STREAMS):
+            await generate(engine, first)
+        await until(lambda: sink.count(names.TIME_TO_FIRST_TOKEN) == STREAMS)
+        await until(lambda: sink.total(names.GENERATION_TOKENS) == STREAMS * TOKENS)
+        await until(lambda: sink.count(names.INTER_TOKEN_LATENCY) == STREAMS * (TOKENS - 1))
+        assert sink.services == {"triptych-frontend", "triptych-scheduler"}
     silent = socket.create_server(("127.0.0.1", 0))
     endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
     async with metered(model, frontend={"otlp_endpoint": endpoint}, otlp_endpoint=endpoint) as engine:

@@ -209,6 +209,6 @@ async def test_one_port_tells_the_metrics_of_all_processes_and_of_the_one_that_r
         await engine.wait_until(lambda engine: len(engine.hellos) == 4, START_S)
         await once_attached(lambda: answered(address))
         async with asyncio.timeout(START_S):
-            while (told := await scrape(port)).value(names.INFO) < 2:
+            while (told := await scrape(port)).value(names.INFO) < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         assert told.count(names.REQUEST_DURATION, error_type="") == 1  # the new ones count from their own start

@@ -20,7 +20,7 @@ class MetricSink(metrics_service_pb2_grpc.MetricsServiceServicer):  # type: igno
         self.services: set[str] = set()
         self._last: dict[str, metrics_pb2.Metric] = {}
 
-    async def Export(  # noqa: N802
+    async def Export(
         self, request: metrics_service_pb2.ExportMetricsServiceRequest, context: Any
     ) -> metrics_service_pb2.ExportMetricsServiceResponse:
         """The one RPC of the contract."""
