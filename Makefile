@@ -50,10 +50,10 @@ compiler: ## install g++, with which the tests run the CUDA kernels on the CPU (
 	@command -v g++ >/dev/null || { echo "installing with apt-get: g++"; apt-get update -q && \
 		apt-get install -qy --no-install-recommends g++; }
 
-test-tools: ## install what the slow tests of the Node, Go, Java and C++ examples need (Debian, as root), and Phoenix
+test-tools: ## install what the slow tests of the Node, Go, Java and C++ examples and of metrics need (Debian, as root), and Phoenix
 	test -x $(PHOENIX)/bin/phoenix || { $(PYTHON) -m venv $(PHOENIX) && \
 		$(PHOENIX)/bin/python -m pip --disable-pip-version-check install -q arize-phoenix==20.26.1; }
-	@missing=; for package in $(CLIENT_PACKAGES); do dpkg -s $$package >/dev/null 2>&1 || missing="$$missing $$package"; done; \
+	@missing=; for package in $(CLIENT_PACKAGES) prometheus; do dpkg -s $$package >/dev/null 2>&1 || missing="$$missing $$package"; done; \
 	command -v npm >/dev/null || missing="$$missing nodejs npm"; \
 	test -z "$$missing" || { echo "installing with apt-get:$$missing"; apt-get update -q && \
 		apt-get install -qy --no-install-recommends $$missing; }

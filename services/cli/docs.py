@@ -1,6 +1,6 @@
 """Writes the generated pages of docs: `python -m services.cli.docs`.
 
-docs/configuration.md from the config schemas, docs/api/*.md from the contracts.
+docs/configuration.md from the config schemas, docs/metrics.md from the names, docs/api/*.md from the contracts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import annotated_types
 from pydantic.fields import FieldInfo
 
-from services.cli import api_docs
+from services.cli import api_docs, metric_docs
 from services.cli.parts import config_type
 from services.common.config import HOST_PORT, SERVICES
 
@@ -100,7 +100,9 @@ def _default(field: FieldInfo) -> str:
 
 def main() -> int:
     """Rewrites the pages."""
-    pages = {PATH: render()} | {api_docs.path(name): api_docs.render(name) for name in api_docs.PAGES}
+    pages = {PATH: render(), metric_docs.PATH: metric_docs.render()} | {
+        api_docs.path(name): api_docs.render(name) for name in api_docs.PAGES
+    }
     for path, text in pages.items():
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")

@@ -57,6 +57,10 @@ class ServiceConfig(BaseModel):
         "text", description="how a line of the log is written: text for people, json for collectors"
     )
     drain_s: float = Field(30.0, ge=0, le=86400, description="seconds that running requests are given after SIGTERM")
+    metrics_host: str = Field("127.0.0.1", description="address where Prometheus is answered")
+    metrics_port: int | None = Field(
+        None, ge=0, le=65535, description="port where Prometheus is answered; 0 takes a free one; unset: none"
+    )
     otlp_endpoint: str | None = Field(
         None,
         description="URL of an OpenTelemetry collector's gRPC port, as http://HOST:4317, or https:// for TLS; unset: "

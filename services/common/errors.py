@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -23,6 +24,9 @@ FIELD_BYTES = 256
 _VIOLATIONS_BYTES = 1536
 
 log = logging.getLogger(__name__)
+
+LAST_REASON: ContextVar[str] = ContextVar("triptych_last_reason", default="")
+"""ErrorInfo.reason of the error that the call of this task ended with; "" for none of ours."""
 
 
 class StartError(Exception):
@@ -200,6 +204,7 @@ def _guarded_unary(behaviour: Any, method: str) -> Any:
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: RequestError) -> NoReturn:
     """Ends the call with the error's status and details."""
+    LAST_REASON.set(error.reason)
     await context.abort(error.code, error.message, error.trailing_metadata)
     raise AssertionError("abort returned")
 

@@ -100,6 +100,10 @@ class ExecutorConfig(ServiceConfig):
             raise ValueError(
                 f"tp_rank is {self.tp_rank}, ranks of tp_size {self.tp_size} are 0 to {self.tp_size - 1}; raise tp_size"
             )
+        if self.tp_rank and self.metrics_port is not None:
+            raise ValueError(
+                f"metrics_port is set, but tp_rank is {self.tp_rank}; rank 0 tells those of all ranks, leave it unset"
+            )
         if self.tp_rank is not None and self.tp_size == 1:
             raise ValueError(
                 "tp_rank is set, but tp_size is 1; one rank meets no other, set tp_size to how many there are"

@@ -19,6 +19,7 @@ from services.executor.masks import EpochOverError, MaskBook, StepMasks
 from services.executor.plan import MAX_IN_FLIGHT, BadPlanError, Outcome, Plan, RanksLostError
 from services.executor.step_spans import StepSpans
 from services.executor.steps import StepThread
+from services.executor.tallies import Tallies
 
 HEARTBEAT_S = 1.0
 
@@ -40,10 +41,12 @@ class Epoch:
         steps: StepThread,
         results: Callable[[], StepThread],
         spans: StepSpans | None = None,
+        tallies: Tallies | None = None,
     ) -> None:
         """`steps` launches steps; `results` gives the thread that waits for what is still under way on a device."""
         self.number = number
         self._spans = spans
+        self._tallies = tallies
         self.closed = asyncio.Event()
         self._executor = executor
         self._steps = steps
@@ -243,6 +246,8 @@ class Epoch:
             wait_us = max(0, begun_ns - received_ns) // 1000
             result = wire.result(outcome, received_ns, wait_us)
             self._outbox.put_nowait(pb.RunResponse(result=result))
+            if self._tallies is not None:
+                self._tallies.stepped(plan, result)
             if self._spans is not None and traced is not None:
                 self._spans.done(traced, result, time.time_ns())
                 traced = None
@@ -284,6 +289,8 @@ class Epoch:
         message = str(error) or type(error).__name__
         log.warning("epoch %d: fault %s in step %s: %s", self.number, pb.FaultKind.Name(kind), step, message)
         if not self._ended:
+            if self._tallies is not None:
+                self._tallies.faulted(kind)
             fault = pb.Fault(kind=kind, step=step, slots=slots, message=message, fatal=fatal)
             self._outbox.put_nowait(pb.RunResponse(fault=fault))
             self.end()

@@ -16,6 +16,7 @@ from services.common import checkpoint, collector, config, logs
 from services.common.errors import StartError
 from services.common.server import Server
 from services.common.startup import Startup
+from services.common.telemetry.metrics import open_metrics
 from services.common.telemetry.tracing import open_tracer
 from services.executor import architecture, devices, loader, memory
 from services.executor.config import ExecutorConfig
@@ -164,6 +165,9 @@ async def _serve(executor: Executor, settings: ExecutorConfig, startup: Startup)
     tracer = open_tracer(settings)
     spans = StepSpans(tracer) if tracer is not None else None
     servicer = ExecutorServicer(executor, server.health, startup, spans)
+    metrics = open_metrics(settings)
+    if metrics is not None:
+        metrics.start(servicer.tallies.readings, model=settings.model)
     executor_pb2_grpc.add_ExecutorServiceServicer_to_server(servicer, server.grpc)
     await server.start([SERVICE_NAME])
     # Before any weight is loaded: a scheduler must reach it to have them loaded.
@@ -182,6 +186,8 @@ async def _serve(executor: Executor, settings: ExecutorConfig, startup: Startup)
     await servicer.close()
     if tracer is not None:
         await tracer.close()
+    if metrics is not None:
+        await metrics.close()
     if lost.done() and not lost.cancelled():
         what = "its device" if executor.tp_size == 1 else "its ranks"
         raise StartError(f"{lost.result()}; the executor ends with {what}, start it again")

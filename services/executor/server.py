@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -23,6 +23,7 @@ from services.executor.loader import Progress
 from services.executor.plan import RanksLostError
 from services.executor.step_spans import StepSpans
 from services.executor.steps import StepThread
+from services.executor.tallies import Tallies
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ExecutorService"].full_name
 
@@ -74,6 +75,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     ) -> None:
         self._executor = executor
         self._spans = spans
+        self.tallies = Tallies(executor.tp_size)
         self._health = health
         self._startup = startup or Startup()
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
@@ -81,6 +83,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self._on_thread_end = lambda: loop.call_soon_threadsafe(ended.set)
         self._results: StepThread | None = None
         self._loading: _Loading | None = None
+        self._block_bytes = 0
         self._allocated = False
         self._epoch: Epoch | None = None
         self._last_epoch = 0
@@ -106,6 +109,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             self._startup.done("waiting for a scheduler")
             self._loading = _Loading(call, weights_hash, self._executor, self._steps)
             self._loading.done.add_done_callback(lambda _: self._startup.done("weights"))
+            self._loading.done.add_done_callback(self._note_loaded(time.monotonic()))
         loading = self._loading
         if loading.call != call:
             raise _precondition(
@@ -129,6 +133,14 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             )
         yield wire.loaded(facts, call.settings)
 
+    def _note_loaded(self, begun_s: float) -> Callable[[asyncio.Future[Facts]], None]:
+        def note(done: asyncio.Future[Facts]) -> None:
+            if not done.cancelled() and done.exception() is None:
+                self.tallies.load_s = time.monotonic() - begun_s
+                self._block_bytes = done.result().block_bytes
+
+        return note
+
     async def Allocate(  # noqa: N802 - gRPC's name
         self, request: pb.AllocateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.AllocateResponse:
@@ -143,7 +155,9 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             raise _ranks_lost(error) from error
         self._allocated = True
         self._startup.ready("KV pool and warm-up", log)
-        return pb.AllocateResponse(warmup_ms=int((time.monotonic() - begun) * 1000))
+        self.tallies.kv_bytes = num_blocks * self._block_bytes
+        self.tallies.warm_up_s = time.monotonic() - begun
+        return pb.AllocateResponse(warmup_ms=int(self.tallies.warm_up_s * 1000))
 
     async def Run(  # noqa: N802 - gRPC's name
         self, request_iterator: AsyncIterator[pb.RunRequest], context: grpc.aio.ServicerContext[Any, Any]
@@ -207,7 +221,11 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             if first.epoch != self._last_epoch:
                 raise _aborted(self._last_epoch)
             self._refuse_when_draining()
-            epoch = self._epoch = Epoch(first.epoch, self._executor, self._steps, self._results_thread, self._spans)
+            epoch = self._epoch = Epoch(
+                first.epoch, self._executor, self._steps, self._results_thread, self._spans, self.tallies
+            )
+        self.tallies.epochs += 1
+        self.tallies.is_driven = True
         log.info("epoch %d begins", epoch.number)
         await self._health.set_generate(True)
         note = asyncio.create_task(self._note_end(epoch))
@@ -219,6 +237,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         await epoch.closed.wait()
         log.info("epoch %d has ended", epoch.number)
         if self._epoch is epoch:
+            self.tallies.is_driven = False
             await self._health.set_generate(False)
 
     async def _watch_step_thread(self, ended: asyncio.Event) -> None:

@@ -19,6 +19,7 @@ from services.frontend import request_spans
 from services.frontend.answer import Answer
 from services.frontend.engine import Scores, Submission
 from services.frontend.fleet import Fleet
+from services.frontend.generation_metrics import generation_times
 from services.frontend.journey import Journey
 from services.frontend.prompt_blocks import block_digests
 from services.frontend.request import Delta, Job
@@ -66,14 +67,22 @@ class Runner:
         submitted: Submitted = lambda request: None,
     ) -> None:
         """Returns when every choice has stopped. Raises what has ended it before, once all that came is sent."""
-        if call.span is None:
+        times = generation_times()
+        if times is None and call.span is None:
             await self._run(job, answer, call, send, tell, submitted)
             return
-        request_spans.asked(call.span, job, call.request_id)
+        if times is not None:
+            times.asked(job)
+            send = times.timing(send)
+        if call.span is not None:
+            request_spans.asked(call.span, job, call.request_id)
         try:
             await self._run(job, answer, call, send, tell, submitted)
         finally:
-            request_spans.answered(call.span, job, answer)
+            if times is not None:
+                times.answered(answer)
+            if call.span is not None:
+                request_spans.answered(call.span, job, answer)
 
     async def _run(self, job: Job, answer: Answer, call: Call, send: Send, tell: Tell, submitted: Submitted) -> None:
         if job.options.prompt_logprobs is not None and len(job.prompt_ids) == 1:

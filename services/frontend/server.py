@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 
+import grpc
 from triptych.inference.v1 import inference_pb2_grpc
 
 from services.common.errors import StartError, unavailable
 from services.common.server import Server
 from services.common.startup import Startup
+from services.common.telemetry.metrics import open_metrics
 from services.common.telemetry.tracing import open_tracer
 from services.frontend import request_spans, served_model, service
 from services.frontend.calls import Calls
@@ -18,6 +21,7 @@ from services.frontend.config import FrontendConfig
 from services.frontend.engine_admin import EngineAdmin
 from services.frontend.engine_client import HEARTBEAT_LIMIT_S
 from services.frontend.fleet import Fleet
+from services.frontend.generation_metrics import FrontendMetrics
 from services.frontend.grammar_check import GrammarCheck
 from services.frontend.request_log import RequestLog
 from services.frontend.service import InferenceService
@@ -28,7 +32,15 @@ log = logging.getLogger(__name__)
 class Frontend:
     """One frontend process's worth of state. Raises StartError where it cannot be."""
 
-    def __init__(self, config: FrontendConfig, startup: Startup | None = None, *, shares_port: bool = False) -> None:
+    def __init__(
+        self,
+        config: FrontendConfig,
+        startup: Startup | None = None,
+        *,
+        shares_port: bool = False,
+        metrics_listener: socket.socket | None = None,
+    ) -> None:
+        """`metrics_listener` is where metrics are told, instead of the configured port."""
         self._config = config
         self._startup = startup or Startup()
         self.model = served_model.load(
@@ -52,13 +64,16 @@ class Frontend:
         self.grammars = GrammarCheck(self.model.folder, sorted(self.model.eos_ids), config.grammar_budget())
         self.calls = Calls()
         self._requests = RequestLog(self.model.name, is_on=config.log_requests)
+        self.metrics = open_metrics(config)
+        self._metrics_listener = metrics_listener
+        self._measured = None if self.metrics is None else FrontendMetrics(self.metrics, self.model.name)
         self.server = Server(
             config.host,
             config.port,
             max_message_bytes=config.max_message_bytes,
             shares_port=shares_port,
             connection_age=config.connection_age(),
-            interceptors=[] if self._tracing is None else [self._tracing],
+            interceptors=self._interceptors(),
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
             InferenceService(self.model, self.engine, self.calls, self.grammars, config.limits(), self._requests),
@@ -69,6 +84,11 @@ class Frontend:
         if config.vllm_adapter:
             self._add_vllm_adapter()
         self._watch: asyncio.Task[None] | None = None
+
+    def _interceptors(self) -> list[grpc.aio.ServerInterceptor]:
+        """Tracing first: what is measured inside it has the trace as its example."""
+        measuring = None if self._measured is None else self._measured.interceptor
+        return [one for one in (self._tracing, measuring) if one is not None]
 
     def _add_vllm_adapter(self) -> None:
         try:
@@ -88,6 +108,9 @@ class Frontend:
 
     async def start(self) -> None:
         """Listens, begins to attach to the engine, and is ready; `generate` follows the engine."""
+        if self.metrics is not None and self._measured is not None:
+            read = self._measured.reader(self.calls, self.engine)
+            self.metrics.start(read, model=self.model.name, listener=self._metrics_listener)
         await self.server.start(self._services)
         await self.engine.start()
         self._watch = asyncio.create_task(self._watch_engine())
@@ -129,6 +152,8 @@ class Frontend:
         await self.engine.close()
         await self.model.templates.close()
         await self.grammars.close()
+        if self.metrics is not None:
+            await self.metrics.close()
         if self._tracing is not None and self._tracer is not None:
             self._tracing.close()
             await self._tracer.close()

@@ -1,4 +1,4 @@
-"""One of several frontend processes on a port: `worker PARENT_PID PORT FLAGS...`, as `workers.py` starts it."""
+"""One of several frontend processes on a port, as `workers.py` starts it: `worker PARENT_PID PORT METRICS_FD FLAGS`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,20 @@ COULD_NOT_SERVE = os.EX_CONFIG
 """Exit code of a process that found a reason in its configuration: another try finds it again. A crash exits with 1."""
 
 
+NO_METRICS = "-"
+"""Instead of a file descriptor."""
+
+
 def main(argv: Sequence[str]) -> int:
     """Serves until SIGTERM, and never outlives the process that started it; its exit code."""
     die_with(int(argv[0]))
     collector.hold()
     from services.frontend.main import serve_one  # late: the parent may be gone by now
+    from services.frontend.worker_metrics import inherited
 
     try:
-        return serve_one(argv[2:], shared_port=int(argv[1]))
+        metrics = inherited(int(argv[2])) if argv[2] != NO_METRICS else None
+        return serve_one(argv[3:], shared_port=int(argv[1]), metrics=metrics)
     except StartError as error:
         logs.fatal(str(error))
         return COULD_NOT_SERVE

@@ -22,8 +22,9 @@ from collections.abc import Iterator, Sequence
 from services.common.errors import StartError
 from services.common.server import free_port
 from services.frontend.config import FrontendConfig
-from services.frontend.worker import COULD_NOT_SERVE
+from services.frontend.worker import COULD_NOT_SERVE, NO_METRICS
 from services.frontend.worker_levels import WorkerLevels
+from services.frontend.worker_metrics import WorkerMetrics
 
 MOST_CRASHES = 5
 CRASH_WINDOW_S = 60.0
@@ -63,6 +64,8 @@ class Workers:
         self._config = config
         self._levels = levels or WorkerLevels()
         self._argv = tuple(argv)
+        self._listeners: list[socket.socket] = []
+        """Where each process tells its metrics; empty: none does."""
         self._running: set[Process] = set()
         self._ending = asyncio.Event()
 
@@ -74,7 +77,7 @@ class Workers:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._end)
-        with _reserved(self._config.host, self._config.port) as port:
+        with self._metrics(), _reserved(self._config.host, self._config.port) as port:
             codes = await asyncio.gather(*(self._keep(number, port) for number in range(self._config.workers)))
         return max(codes)
 
@@ -82,7 +85,7 @@ class Workers:
         """One process after the other, until the end; then 1 where the last one's exit code was an error."""
         crashes = Crashes()
         while True:
-            process = await self._start(port)
+            process = await self._start(number, port)
             self._running.add(process)
             self._levels.begin(process)
             if self._ending.is_set():
@@ -112,12 +115,27 @@ class Workers:
             if self._ending.is_set():
                 return 0
 
-    async def _start(self, port: int) -> Process:
+    @contextlib.contextmanager
+    def _metrics(self) -> Iterator[None]:
+        """Answers Prometheus for all, where that is asked for. Raises StartError."""
+        if self._config.metrics_port is None:
+            yield
+            return
+        metrics = WorkerMetrics(self._config.metrics_host, self._config.metrics_port, self._config.workers)
+        self._listeners = metrics.listeners
+        try:
+            yield
+        finally:
+            metrics.close()
+
+    async def _start(self, number: int, port: int) -> Process:
         """One in a session of its own: a signal to the whole group and then ours would be two, and cut its drain."""
         # -P: a folder `services` where the user stands must not be taken for ours.
-        arguments = ("-P", "-m", "services.frontend.worker", str(os.getpid()), str(port), *self._argv)
+        descriptors = [self._listeners[number].fileno()] if self._listeners else []
+        metrics = str(descriptors[0]) if descriptors else NO_METRICS
+        arguments = ("-P", "-m", "services.frontend.worker", str(os.getpid()), str(port), metrics, *self._argv)
         return await asyncio.create_subprocess_exec(
-            sys.executable, *arguments, stdin=asyncio.subprocess.PIPE, start_new_session=True
+            sys.executable, *arguments, stdin=asyncio.subprocess.PIPE, start_new_session=True, pass_fds=descriptors
         )
 
     async def _ended(self, process: Process) -> int:

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
 from triptych.engine.v1 import admin_pb2, engine_pb2
@@ -20,6 +20,8 @@ from triptych.engine.v1 import admin_pb2, engine_pb2
 from services.common.contract import GRAMMAR, LOG_LEVEL, TRACE_CONTEXT
 from services.common.digests import DIGEST_BYTES, chained_digest
 from services.common.errors import RequestError, StartError, invalid, unavailable, unserved
+from services.common.telemetry import names
+from services.common.telemetry.readings import Reading
 from services.scheduler import door, outputs, self_test
 from services.scheduler.clock import now_ns
 from services.scheduler.core.kv_events import Stored
@@ -36,6 +38,7 @@ from services.scheduler.identity import Model
 from services.scheduler.kv_event_log import KvEventLog
 from services.scheduler.outbox import Outbox
 from services.scheduler.plan_codec import Logprob
+from services.scheduler.readings import core_readings, masking_readings
 from services.scheduler.recording import Journal, RecordedScheduler
 from services.scheduler.self_test import SelfTest
 from services.scheduler.statistics import Statistics
@@ -319,6 +322,18 @@ class Engine:
         told.grammar_requests, told.masks, told.mask_s = masking.num_requests, masking.num_masks, masking.mask_s
         return told
 
+    def readings(self) -> Iterator[Reading]:
+        """What metrics tell; as in `stats`, the self-test is in none of it."""
+        yield Reading(names.CAN_GENERATE, self.can_generate)
+        yield Reading(names.FRONTENDS, len(self._frontends))
+        yield Reading(names.IDLE_FAULTS, self.idle_faults)
+        yield from self._statistics.readings()
+        yield from masking_readings(self._grammars.masking)
+        if self._core is not None:
+            yield from core_readings(
+                self._core, self.heartbeat(), self._grammars.num_waiting, self._self_test.is_running
+            )
+
     def beat(self) -> None:
         """Tells all frontends."""
         if len(self._frontends):
@@ -401,6 +416,7 @@ class Engine:
         )
         core.new_epoch(num_blocks, facts.max_in_flight)
         self._grammars.masking.new_epoch()
+        self._statistics.epoch_began()
         self._max_in_flight = self.model.max_in_flight(facts)
         self._self_test.new_epoch()
         self._run = run

@@ -11,6 +11,7 @@ from triptych.engine.v1 import admin_pb2_grpc, engine_pb2, engine_pb2_grpc
 
 from services.common.server import Server
 from services.common.startup import Startup
+from services.common.telemetry.metrics import open_metrics
 from services.common.telemetry.tracing import open_tracer
 from services.scheduler.admin import ADMIN_SERVICE, AdminServicer
 from services.scheduler.config import SchedulerConfig
@@ -67,6 +68,7 @@ class SchedulerServer:
         self._tracer = open_tracer(config)
         spans = EngineSpans(self._tracer) if self._tracer is not None else None
         self.engine = Engine(model, self._links, self._journal, spans)
+        self._metrics = open_metrics(config)
         self.server = Server(config.host, config.port)
         if max_pending_bytes is None:
             max_pending_bytes = pending_limit_bytes(config.most_scores_bytes)
@@ -79,6 +81,8 @@ class SchedulerServer:
 
     async def start(self) -> None:
         """Accepts frontends, and turns to the executor. Raises StartError when the port is taken."""
+        if self._metrics is not None:
+            self._metrics.start(self.engine.readings, model=self.engine.model.name)
         await self.server.start([ENGINE_SERVICE, ADMIN_SERVICE])
         await self.server.health.set_ready(True)
         log.info("serving scheduler on %s:%d", self._config.host, self.server.port)
@@ -119,6 +123,13 @@ class SchedulerServer:
             self._journal.close()
         if self._tracer is not None:
             await self._tracer.close()
+        if self._metrics is not None:
+            await self._metrics.close()
+
+    @property
+    def metrics_port(self) -> int | None:
+        """Where Prometheus is answered."""
+        return None if self._metrics is None else self._metrics.port
 
     async def _pulse(self) -> None:
         """Heartbeats each second, and with every change of state at once; health follows."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterator
 
 from triptych.engine.v1 import admin_pb2, engine_pb2
 
+from services.common.telemetry import names
+from services.common.telemetry.readings import Reading
 from services.scheduler.core.counters import Histogram
 from services.scheduler.core.scheduler import Scheduler
 
@@ -18,11 +21,17 @@ class Statistics:
         self._begun_s = time.monotonic()
         self._failed: Counter[str] = Counter()
         self._graph_steps: Counter[str] = Counter()
+        self._steps = 0
+        self._epochs = 0
         self._step_s = dict.fromkeys(("plan", "execute", "sample", "apply"), 0.0)
 
     def failed(self, reason: str) -> None:
         """A request was refused or lost; the reason is the one its caller is told."""
         self._failed[reason] += 1
+
+    def epoch_began(self) -> None:
+        """An executor was taken into use."""
+        self._epochs += 1
 
     def planned(self, plan_s: float) -> None:
         """A step was planned, and that took so long."""
@@ -30,12 +39,24 @@ class Statistics:
 
     def applied(self, *, execute_s: float, sample_s: float, apply_s: float, graph: str = "") -> None:
         """A step is done: what the executor says of it, and what taking in its result took."""
+        self._steps += 1
         if graph:
             self._graph_steps[graph] += 1
         step_s = self._step_s
         step_s["execute"] += execute_s
         step_s["sample"] += sample_s
         step_s["apply"] += apply_s
+
+    def readings(self) -> Iterator[Reading]:
+        """What metrics tell of it."""
+        yield Reading(names.EPOCHS, self._epochs)
+        for reason, count in self._failed.items():
+            yield Reading(names.FAILED, count, {names.REASON: reason})
+        for part, spent_s in self._step_s.items():
+            yield Reading(names.STEP_TIME, spent_s, {names.PART: part})
+        graphs = {"none": self._steps - self._graph_steps.total(), "eager": 0, "full": 0, **self._graph_steps}
+        for graph, count in graphs.items():
+            yield Reading(names.STEPS, count, {names.GRAPH: graph})
 
     def message(
         self, heartbeat: engine_pb2.Heartbeat, engine_id: str, core: Scheduler | None

@@ -19,11 +19,14 @@ from triptych.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from loadtest.stub_engine import StubEngine
 from services.common.errors import StartError
+from services.common.telemetry import names
 from services.frontend.main import main
 from services.frontend.workers import Crashes
 from tests.frontend.harness import scripted, user
 from tests.frontend.test_process import RUN, START_S
 from tests.support.calls import by_ids, greedy
+from tests.support.cluster import free_port
+from tests.support.metered import scrape
 
 CRASH_ONCE = """
 import pathlib, sys
@@ -55,12 +58,14 @@ OWN = [("grpc.use_local_subchannel_pool", 1)]
 
 
 @asynccontextmanager
-async def workers(count: int, engine: StubEngine, model: Path, **environment: str) -> AsyncIterator[tuple[int, str]]:
+async def workers(
+    count: int, engine: StubEngine, model: Path, *flags: str, **environment: str
+) -> AsyncIterator[tuple[int, str]]:
     """(pid, address) of a command, in a process group of its own, whose processes have all attached to the engine."""
     command = [sys.executable, "-P", "-c", RUN, "--port", "0", "--workers", str(count), "--engine", engine.address]
     child = await asyncio.create_subprocess_exec(
         *command,
-        *("--model", str(model)),
+        *("--model", str(model), *flags),
         stderr=asyncio.subprocess.PIPE,
         env=os.environ | environment,
         start_new_session=True,
@@ -228,3 +233,27 @@ def test_a_port_in_use_is_one_clear_error() -> None:
 def test_a_model_that_is_not_there_ends_the_command(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["--workers", "2", "--port", "0", "--model", "nowhere"]) == 1
     assert "no model at 'nowhere'" in capfd.readouterr().err
+
+
+async def test_one_port_tells_the_metrics_of_all_processes_and_of_the_one_that_replaces_another(
+    text_model: Path,
+) -> None:
+    port = free_port()
+    async with scripted([5, 6, 7]) as engine, workers(2, engine, text_model, "--metrics-port", str(port)) as at:
+        pid, address = at
+        await once_attached(lambda: answered(address))
+        for _ in range(7):
+            await answered(address)
+        told = await scrape(port)
+        assert told.count(names.REQUEST_DURATION, error_type="") == 8
+        by_worker = [told.count(names.REQUEST_DURATION, worker=str(number), error_type="") for number in range(2)]
+        assert sum(by_worker) == 8
+        assert told.value(names.INFO) == 2
+        for process in processes(pid):
+            os.kill(process, signal.SIGKILL)
+        await engine.wait_until(lambda engine: len(engine.hellos) == 4, START_S)
+        await once_attached(lambda: answered(address))
+        async with asyncio.timeout(START_S):
+            while (told := await scrape(port)).value(names.INFO) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        assert told.count(names.REQUEST_DURATION, error_type="") == 1  # the new ones count from their own start

@@ -6,6 +6,7 @@ where the configuration says nothing.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 from uuid import uuid4
 
 import grpc
+from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
@@ -23,22 +25,33 @@ from services.common.telemetry import names
 TIMEOUT_S = 5.0
 """Of one export, its retries included; OTEL_EXPORTER_OTLP_TIMEOUT says otherwise."""
 
-_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-_TIMEOUTS = ("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "OTEL_EXPORTER_OTLP_TIMEOUT")
+_TRACES, _METRICS = "TRACES", "METRICS"
+"""In the names of variables."""
+
+_LIBRARY_LOGGER = "opentelemetry.exporter.otlp.proto.grpc.exporter"
+"""It has a line for every try; what an operator needs to know of them is said here once."""
 
 
 def spans_endpoint(config: ServiceConfig, environ: Mapping[str, str] = os.environ) -> str | None:
     """The collector's URL; None: spans go nowhere. Raises StartError for a variable that is not served."""
+    return _endpoint(config, environ, _TRACES)
+
+
+def metrics_endpoint(config: ServiceConfig, environ: Mapping[str, str] = os.environ) -> str | None:
+    """The same for metrics, which OTEL_METRICS_EXPORTER=none keeps from a collector that takes spans alone."""
+    return _endpoint(config, environ, _METRICS)
+
+
+def _endpoint(config: ServiceConfig, environ: Mapping[str, str], signal: str) -> str | None:
     if (
         environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
-        or _set(environ, "OTEL_TRACES_EXPORTER") == "none"
+        or _set(environ, f"OTEL_{signal}_EXPORTER") == "none"
     ):
         return None
-    endpoint = config.otlp_endpoint or _first(environ, _ENDPOINTS)
+    endpoint = config.otlp_endpoint or _first(environ, _names(signal, "ENDPOINT"))
     if endpoint is None:
         return None
-    for name in _PROTOCOLS:
+    for name in _names(signal, "PROTOCOL"):
         if (protocol := _set(environ, name)) not in (None, "grpc"):
             raise StartError(f"{name} is {protocol!r}; OTLP is sent by grpc alone, so name the collector's gRPC port")
     if config.otlp_endpoint is None:
@@ -48,9 +61,21 @@ def spans_endpoint(config: ServiceConfig, environ: Mapping[str, str] = os.enviro
 
 def span_exporter(config: ServiceConfig, endpoint: str) -> OTLPSpanExporter:
     """Raises StartError for certificates or variables that cannot be read."""
-    timeout_s = None if _first(os.environ, _TIMEOUTS) else TIMEOUT_S
+    timeout_s = None if _first(os.environ, _names(_TRACES, "TIMEOUT")) else TIMEOUT_S
     try:
         return OTLPSpanExporter(
+            endpoint, credentials=_credentials(config), headers=_headers(config), timeout=timeout_s, insecure=None
+        )
+    except Exception as error:
+        raise StartError(f"telemetry cannot be sent to {endpoint}: {error}") from error
+
+
+def metric_exporter(config: ServiceConfig, endpoint: str) -> OTLPMetricExporter:
+    """Raises StartError for certificates or variables that cannot be read."""
+    timeout_s = None if _first(os.environ, _names(_METRICS, "TIMEOUT")) else TIMEOUT_S
+    logging.getLogger(_LIBRARY_LOGGER).setLevel(logging.CRITICAL)
+    try:
+        return OTLPMetricExporter(
             endpoint, credentials=_credentials(config), headers=_headers(config), timeout=timeout_s, insecure=None
         )
     except Exception as error:
@@ -94,6 +119,11 @@ def _check_variable(endpoint: str) -> None:
     parts = urlsplit(endpoint if "://" in endpoint else f"http://{endpoint}")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise StartError(f"OTEL_EXPORTER_OTLP_ENDPOINT is {endpoint!r}; a URL as http://HOST:4317 is needed")
+
+
+def _names(signal: str, what: str) -> tuple[str, str]:
+    """Of the variables that say it, the signal's own first."""
+    return f"OTEL_EXPORTER_OTLP_{signal}_{what}", f"OTEL_EXPORTER_OTLP_{what}"
 
 
 def _first(environ: Mapping[str, str], keys: tuple[str, ...]) -> str | None:

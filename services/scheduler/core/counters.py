@@ -59,6 +59,12 @@ class Counters:
         self.inter_token_latency = Histogram(INTER_TOKEN_LATENCY_BOUNDS_S)
         """Between a choice's ids, from step to step. (A step brings a choice one id. Where one will bring several, each
         has an equal share of the time, so that the sum stays the time a reader waits.)"""
+        self.queue_time = Histogram(TIME_TO_FIRST_TOKEN_BOUNDS_S)
+        """From the submission to the first step, of each choice that ran."""
+        self.prefill_time = Histogram(TIME_TO_FIRST_TOKEN_BOUNDS_S)
+        """From there to the first id, of each choice that got one."""
+        self.decode_time = Histogram(TIME_TO_FIRST_TOKEN_BOUNDS_S)
+        """From there to the last id, of each of these, once it has ended."""
         self.last_ids_ns = -1
         """When a step last brought ids; never 0, which is a request's that has none."""
 
@@ -68,8 +74,21 @@ class Counters:
             request.counts_prompt = False
             self.prompt_tokens += request.prompt_tokens
 
+    def first_step(self, request: Request) -> None:
+        """A choice has left the queue, for the first time."""
+        if request.submission.is_counted:
+            self.queue_time.add(request.scheduled_ns - request.queued_ns)
+
+    def first_id(self, request: Request) -> None:
+        """A choice has its first id."""
+        if request.submission.is_counted:
+            self.time_to_first_token.add(request.first_token_ns - request.queued_ns)
+            self.prefill_time.add(request.first_token_ns - request.scheduled_ns)
+
     def ended(self, request: Request) -> None:
         """A request is over, however. Where it never ran, another choice counts the prompt."""
+        if request.first_token_ns and request.submission.is_counted:
+            self.decode_time.add(request.last_id_ns - request.first_token_ns)
         if request.counts_prompt and request.siblings:
             heir = request.siblings[0]
             heir.counts_prompt = True

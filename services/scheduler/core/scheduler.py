@@ -452,6 +452,7 @@ class Scheduler:
             request.scheduled_ns = now_ns
             request.account.served += PROMPT_WEIGHT * request.num_to_compute
             self.counters.started(request)
+            self.counters.first_step(request)
             self._count_hits(request, placement)
         step.started.append(
             Start(
@@ -618,8 +619,7 @@ class Scheduler:
 
     def _note_first(self, request: Request, now_ns: int, updates: Updates) -> None:
         request.first_token_ns = now_ns
-        if request.submission.is_counted and len(request.output) == 1:  # else its first came from another engine
-            self.counters.time_to_first_token.add(now_ns - request.queued_ns)
+        self.counters.first_id(request)
         updates.started.append(
             Started(request.key, request.queued_ns, request.scheduled_ns, now_ns, request.cached_tokens)
         )
