@@ -1,0 +1,363 @@
+{{/* A config map's keys as flags, one a line; null leaves a key at its default. */}}
+{{- define "triptych.flags" -}}
+{{- range $key, $value := . }}
+{{- $flag := $key | replace "_" "-" }}
+{{- if kindIs "invalid" $value }}
+{{- else if kindIs "bool" $value }}
+- {{ ternary (printf "--%s" $flag) (printf "--no-%s" $flag) $value | quote }}
+{{- else if kindIs "slice" $value }}
+{{- range $value }}
+- {{ printf "--%s=%s" $flag . | quote }}
+{{- end }}
+{{- else if kindIs "string" $value }}
+- {{ printf "--%s=%s" $flag $value | quote }}
+{{- else }}
+- {{ printf "--%s=%s" $flag ($value | toJson) | quote }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Flags of every service: root, service, port, drainSeconds. */}}
+{{- define "triptych.commonFlags" -}}
+{{- $model := .root.Values.model }}
+- --host={{ .root.Values.listen.host }}
+- --port={{ .port }}
+- --drain-s={{ .drainSeconds }}
+{{- if $model.hub.id }}
+- {{ printf "--model=%s" $model.hub.id | quote }}
+{{- with $model.hub.revision }}
+- {{ printf "--revision=%s" . | quote }}
+{{- end }}
+- --offline
+{{- else }}
+- {{ printf "--model=/models/%s" (trimPrefix "/" $model.volume.path) | quote }}
+{{- end }}
+{{- if .root.Values.metrics.enabled }}
+- --metrics-port={{ .metricsPort }}
+{{- end }}
+{{- with .root.Values.tracing.otlpEndpoint }}
+- {{ printf "--otlp-endpoint=%s" . | quote }}
+{{- end }}
+{{- end }}
+
+{{- define "triptych.containerSecurity" -}}
+securityContext:
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  privileged: false
+  capabilities:
+    drop: [ALL]
+{{- end }}
+
+{{/* Probes of a container: port; startup: health name that ends the start, startupSeconds. */}}
+{{- define "triptych.probes" -}}
+startupProbe:
+  grpc:
+    port: {{ .port }}
+    service: {{ .startup }}
+  periodSeconds: 5
+  timeoutSeconds: 5
+  failureThreshold: {{ div (add (int .startupSeconds) 4) 5 }}
+  terminationGracePeriodSeconds: 10
+livenessProbe:
+  grpc:
+    port: {{ .port }}
+    service: liveness
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: 3
+  terminationGracePeriodSeconds: 10
+readinessProbe:
+  grpc:
+    port: {{ .port }}
+    service: readiness
+  periodSeconds: 5
+  timeoutSeconds: 5
+  failureThreshold: 2
+{{- end }}
+
+{{- define "triptych.mounts" -}}
+volumeMounts:
+  - name: tmp
+    mountPath: /tmp
+  - name: cache
+    mountPath: /cache
+  {{- if .root.Values.model.hub.id }}
+  - name: models
+    mountPath: /cache/huggingface
+    {{- if not .fetches }}
+    readOnly: true
+    {{- end }}
+  {{- else }}
+  - name: models
+    mountPath: /models
+    readOnly: true
+  {{- end }}
+  {{- if .shm }}
+  - name: shm
+    mountPath: /dev/shm
+  {{- end }}
+{{- end }}
+
+{{/* Volumes of a pod: root, cacheMi, shm. */}}
+{{- define "triptych.volumes" -}}
+- name: tmp
+  emptyDir:
+    sizeLimit: 1Gi
+- name: cache
+  emptyDir:
+    sizeLimit: {{ .cacheMi }}Mi
+{{- $model := .root.Values.model }}
+- name: models
+  {{- if and $model.hub.id $model.hub.cacheClaim }}
+  persistentVolumeClaim:
+    claimName: {{ $model.hub.cacheClaim }}
+  {{- else if $model.hub.id }}
+  emptyDir:
+    sizeLimit: {{ $model.hub.cacheMi }}Mi
+  {{- else if $model.volume.hostPath }}
+  hostPath:
+    path: {{ $model.volume.hostPath }}
+    type: Directory
+  {{- else }}
+  persistentVolumeClaim:
+    claimName: {{ default (printf "%s-models" (include "triptych.fullname" .root)) $model.volume.existingClaim }}
+    readOnly: true
+  {{- end }}
+{{- if .shm }}
+- name: shm
+  emptyDir:
+    medium: Memory
+    sizeLimit: {{ .root.Values.executor.shmMi }}Mi
+{{- end }}
+{{- end }}
+
+{{/* Fetches the hub's model, the only one that sees the token: root, image, weights. */}}
+{{- define "triptych.fetch" -}}
+{{- $hub := .root.Values.model.hub }}
+- name: fetch-model
+  image: {{ include "triptych.image" . | quote }}
+  imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  command: [triptych]
+  args:
+    - model
+    - fetch
+    - {{ $hub.id | quote }}
+    {{- with $hub.revision }}
+    - {{ printf "--revision=%s" . | quote }}
+    {{- end }}
+    {{- if not .weights }}
+    - --without-weights
+    {{- end }}
+  {{- if or $hub.endpoint $hub.tokenSecret.name }}
+  env:
+    {{- with $hub.endpoint }}
+    - name: HF_ENDPOINT
+      value: {{ . | quote }}
+    {{- end }}
+    {{- if $hub.tokenSecret.name }}
+    - name: HF_TOKEN
+      valueFrom:
+        secretKeyRef:
+          name: {{ $hub.tokenSecret.name }}
+          key: {{ $hub.tokenSecret.key }}
+    {{- end }}
+  {{- end }}
+  resources:
+    requests:
+      cpu: 500m
+      memory: 1024Mi
+    limits:
+      memory: 1024Mi
+  {{- include "triptych.containerSecurity" . | nindent 2 }}
+  {{- include "triptych.mounts" (dict "root" .root "fetches" true) | nindent 2 }}
+{{- end }}
+
+{{/* Fields that the pods of all services have. */}}
+{{- define "triptych.podCommon" -}}
+serviceAccountName: {{ include "triptych.serviceAccountName" . }}
+automountServiceAccountToken: false
+enableServiceLinks: false
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+securityContext:
+  {{- $context := dict }}
+  {{- range $key, $value := .Values.podSecurityContext }}
+  {{- if not (kindIs "invalid" $value) }}{{ $_ := set $context $key $value }}{{ end }}
+  {{- end }}
+  {{- toYaml $context | nindent 2 }}
+{{- end }}
+
+{{/* preStop that waits: an action of its own since Kubernetes 1.30, before that the image's `sleep`. */}}
+{{- define "triptych.preStop" -}}
+preStop:
+  {{- if semverCompare ">=1.30-0" .root.Capabilities.KubeVersion.Version }}
+  sleep:
+    seconds: {{ .seconds }}
+  {{- else }}
+  exec:
+    command: [sleep, {{ .seconds | quote }}]
+  {{- end }}
+{{- end }}
+
+{{/* The frontend's container: root, engine: HOST:PORT that it dials. */}}
+{{- define "triptych.frontendContainer" -}}
+{{- $f := .root.Values.frontend }}
+- name: frontend
+  image: {{ include "triptych.image" (dict "root" .root "image" $f.image) | quote }}
+  imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  args:
+    {{- include "triptych.commonFlags" (dict "root" .root "port" 50051 "metricsPort" 9101 "drainSeconds" $f.drainSeconds) | nindent 4 }}
+    - {{ printf "--engine=%s" .engine | quote }}
+    - --workers={{ $f.workers }}
+    {{- with .root.Values.model.servedName }}
+    - {{ printf "--served-model-name=%s" . | quote }}
+    {{- end }}
+    {{- range .root.Values.model.aliases }}
+    - {{ printf "--served-model-alias=%s" . | quote }}
+    {{- end }}
+    {{- include "triptych.flags" $f.config | nindent 4 }}
+  {{- with $f.extraEnv }}
+  env:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  ports:
+    - name: grpc
+      containerPort: 50051
+    {{- if .root.Values.metrics.enabled }}
+    - name: metrics-front
+      containerPort: 9101
+    {{- end }}
+  {{- include "triptych.probes" (dict "port" 50051 "startup" "readiness" "startupSeconds" $f.startupSeconds) | nindent 2 }}
+  lifecycle:
+    {{- include "triptych.preStop" (dict "root" .root "seconds" $f.preStopSeconds) | nindent 4 }}
+  resources:
+    requests:
+      cpu: {{ $f.workers }}
+      memory: {{ $f.memoryMi }}Mi
+    limits:
+      memory: {{ $f.memoryMi }}Mi
+  {{- include "triptych.containerSecurity" . | nindent 2 }}
+  {{- include "triptych.mounts" (dict "root" .root) | nindent 2 }}
+{{- end }}
+
+{{/* The scheduler's container: root, executor: HOST:PORT that it dials; sidecar: it ends after the frontend. */}}
+{{- define "triptych.schedulerContainer" -}}
+{{- $s := .root.Values.scheduler }}
+- name: scheduler
+  image: {{ include "triptych.image" (dict "root" .root "image" $s.image) | quote }}
+  imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  {{- if .sidecar }}
+  restartPolicy: Always
+  {{- end }}
+  args:
+    {{- include "triptych.commonFlags" (dict "root" .root "port" 50052 "metricsPort" 9102 "drainSeconds" $s.drainSeconds) | nindent 4 }}
+    - {{ printf "--executor=%s" .executor | quote }}
+    - --tp-size={{ .root.Values.engine.tpSize }}
+    {{- include "triptych.flags" $s.config | nindent 4 }}
+  {{- $indexed := contains "$(POD_INDEX)" .executor }}
+  {{- if or $indexed $s.extraEnv }}
+  env:
+    {{- if $indexed }}
+    {{- include "triptych.podIndex" . | nindent 4 }}
+    {{- end }}
+    {{- with $s.extraEnv }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- end }}
+  ports:
+    - name: engine
+      containerPort: 50052
+    {{- if .root.Values.metrics.enabled }}
+    - name: metrics-sched
+      containerPort: 9102
+    {{- end }}
+  {{- /* A start ends with the first token: the next engine of a rollout waits for this one's weights. */}}
+  {{- include "triptych.probes" (dict "port" 50052 "startup" "generate" "startupSeconds" .root.Values.engine.startupSeconds) | nindent 2 }}
+  resources:
+    requests:
+      cpu: {{ $s.cpus }}
+      memory: {{ $s.memoryMi }}Mi
+    limits:
+      memory: {{ $s.memoryMi }}Mi
+  {{- include "triptych.containerSecurity" . | nindent 2 }}
+  {{- include "triptych.mounts" (dict "root" .root) | nindent 2 }}
+{{- end }}
+
+{{- define "triptych.podIndex" -}}
+- name: POD_INDEX
+  valueFrom:
+    fieldRef:
+      fieldPath: metadata.labels['apps.kubernetes.io/pod-index']
+{{- end }}
+
+{{/* Ranks that share a pod. */}}
+{{- define "triptych.ranksOfPod" -}}
+{{- if eq .Values.engine.ranksIn "pods" }}1{{ else }}{{ .Values.engine.tpSize }}{{ end }}
+{{- end }}
+
+{{/* The executor's container: root; sidecar: it ends last; rank and rendezvous where it is one rank of several pods. */}}
+{{- define "triptych.executorContainer" -}}
+{{- $e := .root.Values.executor }}
+{{- $ranks := include "triptych.ranksOfPod" .root | int }}
+{{- $tp := gt (int .root.Values.engine.tpSize) 1 }}
+{{- $cpus := mul $ranks (int $e.cpusPerRank) }}
+{{- $memory := add (int $e.memoryMi) (ternary (int $e.shmMi) 0 $tp) }}
+- name: executor
+  image: {{ include "triptych.image" (dict "root" .root "image" $e.image) | quote }}
+  imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  {{- if .sidecar }}
+  restartPolicy: Always
+  {{- end }}
+  args:
+    {{- include "triptych.commonFlags" (dict "root" .root "port" 50053 "metricsPort" 9103 "drainSeconds" .drainSeconds) | nindent 4 }}
+    - --device={{ $e.device }}
+    - --tp-size={{ .root.Values.engine.tpSize }}
+    {{- if .rank }}
+    - --tp-rank={{ .rank }}
+    - --tp-rendezvous={{ .rendezvous }}
+    {{- end }}
+    {{- include "triptych.flags" $e.config | nindent 4 }}
+  env:
+    {{- if contains "$(POD_INDEX)" (default "" .rank) }}
+    {{- include "triptych.podIndex" . | nindent 4 }}
+    {{- end }}
+    # Where all that is compiled or kept goes: to a folder that the user of the pod may write to.
+    - name: TRIPTYCH_CACHE
+      value: /cache/triptych
+    - name: CUPY_CACHE_DIR
+      value: /cache/cupy
+    {{- with $e.extraEnv }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  ports:
+    - name: executor
+      containerPort: 50053
+    {{- if .root.Values.metrics.enabled }}
+    - name: metrics-exec
+      containerPort: 9103
+    {{- end }}
+  {{- /* It is ready before any weight is loaded: its scheduler has them loaded. */}}
+  {{- include "triptych.probes" (dict "port" 50053 "startup" "liveness" "startupSeconds" .root.Values.engine.startupSeconds) | nindent 2 }}
+  resources:
+    requests:
+      cpu: {{ $cpus }}
+      memory: {{ $memory }}Mi
+      {{- if gt (int $e.gpus) 0 }}
+      {{ $e.gpuResource }}: {{ $e.gpus }}
+      {{- end }}
+    limits:
+      {{- if eq $e.device "cpu" }}
+      cpu: {{ $cpus }}
+      {{- end }}
+      memory: {{ $memory }}Mi
+      {{- if gt (int $e.gpus) 0 }}
+      {{ $e.gpuResource }}: {{ $e.gpus }}
+      {{- end }}
+  {{- include "triptych.containerSecurity" . | nindent 2 }}
+  {{- include "triptych.mounts" (dict "root" .root "shm" $tp) | nindent 2 }}
+{{- end }}
