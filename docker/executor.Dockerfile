@@ -12,34 +12,29 @@ ENV PIP_CONSTRAINT=/src/constraints.txt \
     PIP_DISABLE_PIP_VERSION_CHECK=1
 COPY constraints.txt .
 
-# torch has a layer of its own, which a change of ours leaves as it is. An empty TORCH_INDEX: pip's own index.
+# torch has a layer of its own, which a change of ours leaves as it is. The CPU's build comes from torch's own index; the
+# CUDA one, with the CUDA libraries that it needs, from pip's. Empty: pip's. The driver is the node's.
 # A build behind a proxy or a mirror brings its pip.conf, and its certificates, as secrets; the image keeps neither.
-FROM environment AS torch-cpu
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+FROM environment AS builder
+ARG VARIANT
+ARG TORCH_INDEX_CPU=https://download.pytorch.org/whl/cpu
+ARG TORCH_INDEX_CUDA=""
 RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     --mount=type=secret,id=ca.crt,target=/run/secrets/ca.crt \
-    /builder/bin/pip --python /opt/triptych/bin/python install ${TORCH_INDEX:+--index-url "${TORCH_INDEX}"} torch
-ENV EXTRA=executor
-
-# torch's own Linux build brings the CUDA libraries that it needs; the driver is the node's.
-FROM environment AS torch-cuda
-ARG TORCH_INDEX=""
-RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
-    --mount=type=secret,id=ca.crt,target=/run/secrets/ca.crt \
-    /builder/bin/pip --python /opt/triptych/bin/python install ${TORCH_INDEX:+--index-url "${TORCH_INDEX}"} torch
-ENV EXTRA=executor-cuda13
-
-# hadolint ignore=DL3006
-FROM torch-${VARIANT} AS builder
-WORKDIR /src
+    case "${VARIANT}" in \
+      cpu) index="${TORCH_INDEX_CPU}" ;; \
+      cuda) index="${TORCH_INDEX_CUDA}" ;; \
+      *) echo "VARIANT is ${VARIANT}; cpu or cuda is needed" >&2; exit 1 ;; \
+    esac \
+    && /builder/bin/pip --python /opt/triptych/bin/python install ${index:+--index-url "${index}"} torch
 COPY . .
 RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     --mount=type=secret,id=ca.crt,target=/run/secrets/ca.crt \
-    /builder/bin/pip --python /opt/triptych/bin/python install ./proto "./[${EXTRA}]"
+    /builder/bin/pip --python /opt/triptych/bin/python install ./proto "./[executor$([ "${VARIANT}" = cpu ] || echo -cuda13)]"
 # The CUDA kernels are compiled here, which needs no card, so that no pod compiles them at its start.
 WORKDIR /
 RUN mkdir -p /opt/triptych/kernels \
-    && if [ "${EXTRA}" != executor ]; then /opt/triptych/bin/python -m kernels.build --out /opt/triptych/kernels; fi
+    && if [ "${VARIANT}" = cuda ]; then /opt/triptych/bin/python -m kernels.build --out /opt/triptych/kernels; fi
 
 FROM ${BASE}
 ARG VARIANT

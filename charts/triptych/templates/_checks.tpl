@@ -50,6 +50,29 @@
 {{- fail (printf "frontend.autoscaling.minReplicas is %d, over maxReplicas, %d" (int $v.frontend.autoscaling.minReplicas) (int $v.frontend.autoscaling.maxReplicas)) }}
 {{- end }}
 {{- end }}
+{{- if and $v.tls.public.secretName $v.tls.public.certificate.create }}
+{{- fail (printf "tls.public.secretName is %q and tls.public.certificate.create is true; set one of them" $v.tls.public.secretName) }}
+{{- end }}
+{{- if and $v.tls.public.clientCertificates (ne (include "triptych.publicTls" .) "true") }}
+{{- fail "tls.public.clientCertificates needs a certificate of the frontend's own; set tls.public.secretName" }}
+{{- end }}
+{{- if or $v.tls.public.certificate.create $v.tls.internal.certificates.create }}
+{{- if ne (include "triptych.certManager" .) "true" }}
+{{- fail "tls: certificates are to be made, but the cluster does not serve cert-manager.io/v1; install cert-manager, or name secrets of your own" }}
+{{- end }}
+{{- if not $v.tls.issuer.name }}
+{{- fail "tls.issuer.name is empty; name the issuer of cert-manager that certificates come from" }}
+{{- end }}
+{{- end }}
+{{- if $v.tls.internal.enabled }}
+{{- range $service, $secret := $v.tls.internal.secretNames }}
+{{- if and (not $secret) (not $v.tls.internal.certificates.create) }}
+{{- fail (printf "tls.internal.secretNames.%s is empty; name a secret with tls.crt, tls.key and ca.crt, or set tls.internal.certificates.create" $service) }}
+{{- end }}
+{{- end }}
+{{- else if $v.tls.internal.certificates.create }}
+{{- fail "tls.internal.certificates.create needs tls.internal.enabled" }}
+{{- end }}
 {{- range $name, $on := dict "serviceMonitor" $v.metrics.serviceMonitor.enabled "prometheusRule" $v.metrics.prometheusRule.enabled "dashboards" $v.metrics.dashboards.enabled }}
 {{- if and $on (not $v.metrics.enabled) }}
 {{- fail (printf "metrics.%s.enabled needs metrics.enabled" $name) }}

@@ -20,7 +20,7 @@
 {{/* Flags of every service: root, service, port, drainSeconds. */}}
 {{- define "triptych.commonFlags" -}}
 {{- $model := .root.Values.model }}
-- --host={{ .root.Values.listen.host }}
+- {{ printf "--host=%s" .root.Values.listen.host | quote }}
 - --port={{ .port }}
 - --drain-s={{ .drainSeconds }}
 {{- if $model.hub.id }}
@@ -37,6 +37,88 @@
 {{- end }}
 {{- with .root.Values.tracing.otlpEndpoint }}
 - {{ printf "--otlp-endpoint=%s" . | quote }}
+{{- end }}
+{{- include "triptych.tlsFlags" . }}
+{{- end }}
+
+{{/* TLS of a service: root, service. Certificates between services name `FULLNAME-SERVICE`, whatever is dialled. */}}
+{{- define "triptych.tlsFlags" -}}
+{{- $tls := .root.Values.tls }}
+{{- $full := include "triptych.fullname" .root }}
+{{- $folder := "/etc/triptych/tls" }}
+{{- if eq .service "frontend" }}
+{{- if eq (include "triptych.publicTls" .root) "true" }}
+- --tls-cert={{ $folder }}/public/tls.crt
+- --tls-key={{ $folder }}/public/tls.key
+{{- if $tls.public.clientCertificates }}
+- --tls-client-ca={{ $folder }}/public/ca.crt
+{{- end }}
+{{- end }}
+{{- else if $tls.internal.enabled }}
+- --tls-cert={{ $folder }}/internal/tls.crt
+- --tls-key={{ $folder }}/internal/tls.key
+- --tls-client-ca={{ $folder }}/internal/ca.crt
+- --tls-client-names={{ $full }}-{{ ternary "frontend" "scheduler" (eq .service "scheduler") }}
+{{- end }}
+{{- if and $tls.internal.enabled (ne .service "executor") }}
+- --peer-ca={{ $folder }}/internal/ca.crt
+- --peer-cert={{ $folder }}/internal/tls.crt
+- --peer-key={{ $folder }}/internal/tls.key
+- --peer-server-name={{ $full }}-{{ ternary "scheduler" "executor" (eq .service "frontend") }}
+{{- end }}
+{{- if eq (include "triptych.speaksTls" .) "true" }}
+- --health-port={{ include "triptych.healthPort" . }}
+{{- end }}
+{{- end }}
+
+{{- define "triptych.publicTls" -}}
+{{- if or .Values.tls.public.secretName (and .Values.tls.public.certificate.create (eq (include "triptych.certManager" .) "true")) }}true{{ end }}
+{{- end }}
+
+{{- define "triptych.certManager" -}}
+{{- .Capabilities.APIVersions.Has "cert-manager.io/v1" }}
+{{- end }}
+
+{{- define "triptych.speaksTls" -}}
+{{- if eq .service "frontend" }}{{ include "triptych.publicTls" .root }}{{ else }}{{ .root.Values.tls.internal.enabled }}{{ end }}
+{{- end }}
+
+{{/* The port that kubelet asks: one of its own where the service speaks TLS, which kubelet cannot. */}}
+{{- define "triptych.healthPort" -}}
+{{- $port := get (dict "frontend" 50051 "scheduler" 50052 "executor" 50053) .service }}
+{{- if eq (include "triptych.speaksTls" .) "true" }}{{ add $port 100 }}{{ else }}{{ $port }}{{ end }}
+{{- end }}
+
+{{- define "triptych.tlsMounts" -}}
+{{- if and (eq .service "frontend") (eq (include "triptych.publicTls" .root) "true") }}
+- name: tls-public
+  mountPath: /etc/triptych/tls/public
+  readOnly: true
+{{- end }}
+{{- if .root.Values.tls.internal.enabled }}
+- name: tls-{{ .service }}
+  mountPath: /etc/triptych/tls/internal
+  readOnly: true
+{{- end }}
+{{- end }}
+
+{{/* Volumes of certificates: root, services of the pod. */}}
+{{- define "triptych.tlsVolumes" -}}
+{{- $root := .root }}
+{{- $full := include "triptych.fullname" $root }}
+{{- if and (has "frontend" .services) (eq (include "triptych.publicTls" $root) "true") }}
+- name: tls-public
+  secret:
+    secretName: {{ default (printf "%s-public-tls" $full) $root.Values.tls.public.secretName }}
+    defaultMode: 0440
+{{- end }}
+{{- if $root.Values.tls.internal.enabled }}
+{{- range .services }}
+- name: tls-{{ . }}
+  secret:
+    secretName: {{ default (printf "%s-%s-tls" $full .) (get $root.Values.tls.internal.secretNames .) }}
+    defaultMode: 0440
+{{- end }}
 {{- end }}
 {{- end }}
 
@@ -97,9 +179,12 @@ volumeMounts:
   - name: shm
     mountPath: /dev/shm
   {{- end }}
+  {{- with .service }}
+  {{- include "triptych.tlsMounts" $ | nindent 2 }}
+  {{- end }}
 {{- end }}
 
-{{/* Volumes of a pod: root, cacheMi, shm. */}}
+{{/* Volumes of a pod: root, cacheMi, shm, services. */}}
 {{- define "triptych.volumes" -}}
 - name: tmp
   emptyDir:
@@ -130,6 +215,7 @@ volumeMounts:
     medium: Memory
     sizeLimit: {{ .root.Values.executor.shmMi }}Mi
 {{- end }}
+{{- include "triptych.tlsVolumes" . }}
 {{- end }}
 
 {{/* Fetches the hub's model, the only one that sees the token: root, image, weights. */}}
@@ -211,7 +297,7 @@ preStop:
   image: {{ include "triptych.image" (dict "root" .root "image" $f.image) | quote }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
   args:
-    {{- include "triptych.commonFlags" (dict "root" .root "port" 50051 "metricsPort" 9101 "drainSeconds" $f.drainSeconds) | nindent 4 }}
+    {{- include "triptych.commonFlags" (dict "root" .root "service" "frontend" "port" 50051 "metricsPort" 9101 "drainSeconds" $f.drainSeconds) | nindent 4 }}
     - {{ printf "--engine=%s" .engine | quote }}
     - --workers={{ $f.workers }}
     {{- with .root.Values.model.servedName }}
@@ -232,7 +318,7 @@ preStop:
     - name: metrics-front
       containerPort: 9101
     {{- end }}
-  {{- include "triptych.probes" (dict "port" 50051 "startup" "readiness" "startupSeconds" $f.startupSeconds) | nindent 2 }}
+  {{- include "triptych.probes" (dict "port" (include "triptych.healthPort" (dict "root" .root "service" "frontend")) "startup" "readiness" "startupSeconds" $f.startupSeconds) | nindent 2 }}
   lifecycle:
     {{- include "triptych.preStop" (dict "root" .root "seconds" $f.preStopSeconds) | nindent 4 }}
   resources:
@@ -242,7 +328,7 @@ preStop:
     limits:
       memory: {{ $f.memoryMi }}Mi
   {{- include "triptych.containerSecurity" . | nindent 2 }}
-  {{- include "triptych.mounts" (dict "root" .root) | nindent 2 }}
+  {{- include "triptych.mounts" (dict "root" .root "service" "frontend") | nindent 2 }}
 {{- end }}
 
 {{/* The scheduler's container: root, executor: HOST:PORT that it dials; sidecar: it ends after the frontend. */}}
@@ -255,7 +341,7 @@ preStop:
   restartPolicy: Always
   {{- end }}
   args:
-    {{- include "triptych.commonFlags" (dict "root" .root "port" 50052 "metricsPort" 9102 "drainSeconds" $s.drainSeconds) | nindent 4 }}
+    {{- include "triptych.commonFlags" (dict "root" .root "service" "scheduler" "port" 50052 "metricsPort" 9102 "drainSeconds" $s.drainSeconds) | nindent 4 }}
     - {{ printf "--executor=%s" .executor | quote }}
     - --tp-size={{ .root.Values.engine.tpSize }}
     {{- include "triptych.flags" $s.config | nindent 4 }}
@@ -277,7 +363,7 @@ preStop:
       containerPort: 9102
     {{- end }}
   {{- /* A start ends with the first token: the next engine of a rollout waits for this one's weights. */}}
-  {{- include "triptych.probes" (dict "port" 50052 "startup" "generate" "startupSeconds" .root.Values.engine.startupSeconds) | nindent 2 }}
+  {{- include "triptych.probes" (dict "port" (include "triptych.healthPort" (dict "root" .root "service" "scheduler")) "startup" "generate" "startupSeconds" .root.Values.engine.startupSeconds) | nindent 2 }}
   resources:
     requests:
       cpu: {{ $s.cpus }}
@@ -285,7 +371,7 @@ preStop:
     limits:
       memory: {{ $s.memoryMi }}Mi
   {{- include "triptych.containerSecurity" . | nindent 2 }}
-  {{- include "triptych.mounts" (dict "root" .root) | nindent 2 }}
+  {{- include "triptych.mounts" (dict "root" .root "service" "scheduler") | nindent 2 }}
 {{- end }}
 
 {{- define "triptych.podIndex" -}}
@@ -314,7 +400,7 @@ preStop:
   restartPolicy: Always
   {{- end }}
   args:
-    {{- include "triptych.commonFlags" (dict "root" .root "port" 50053 "metricsPort" 9103 "drainSeconds" .drainSeconds) | nindent 4 }}
+    {{- include "triptych.commonFlags" (dict "root" .root "service" "executor" "port" 50053 "metricsPort" 9103 "drainSeconds" .drainSeconds) | nindent 4 }}
     - --device={{ $e.device }}
     - --tp-size={{ .root.Values.engine.tpSize }}
     {{- if .rank }}
@@ -342,7 +428,7 @@ preStop:
       containerPort: 9103
     {{- end }}
   {{- /* It is ready before any weight is loaded: its scheduler has them loaded. */}}
-  {{- include "triptych.probes" (dict "port" 50053 "startup" "liveness" "startupSeconds" .root.Values.engine.startupSeconds) | nindent 2 }}
+  {{- include "triptych.probes" (dict "port" (include "triptych.healthPort" (dict "root" .root "service" "executor")) "startup" "liveness" "startupSeconds" .root.Values.engine.startupSeconds) | nindent 2 }}
   resources:
     requests:
       cpu: {{ $cpus }}
@@ -359,5 +445,5 @@ preStop:
       {{ $e.gpuResource }}: {{ $e.gpus }}
       {{- end }}
   {{- include "triptych.containerSecurity" . | nindent 2 }}
-  {{- include "triptych.mounts" (dict "root" .root "shm" $tp) | nindent 2 }}
+  {{- include "triptych.mounts" (dict "root" .root "service" "executor" "shm" $tp) | nindent 2 }}
 {{- end }}

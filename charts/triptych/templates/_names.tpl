@@ -31,6 +31,15 @@ app.kubernetes.io/part-of: triptych
 {{- end }}
 {{- end }}
 
+{{/* Of pods: nothing that changes with the chart's version, which would restart them all. */}}
+{{- define "triptych.podLabels" -}}
+app.kubernetes.io/part-of: triptych
+{{ include "triptych.selector" . }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
 {{/* `metadata` of a resource: root, component, name; labels and annotations beside the common ones. */}}
 {{- define "triptych.metadata" -}}
 name: {{ .name }}

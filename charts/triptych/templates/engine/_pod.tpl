@@ -19,6 +19,10 @@ container, in the reverse of their order.
 {{- $executorDrain = add $executorDrain $v.scheduler.drainSeconds (ternary (add $v.frontend.preStopSeconds $v.frontend.drainSeconds) 0 (eq $v.frontend.placement "engine")) }}
 {{- end }}
 {{- if $executes }}{{ $drain = add $drain $executorDrain }}{{ end }}
+{{- $services := list }}
+{{- if $beside }}{{ $services = append $services "frontend" }}{{ end }}
+{{- if $schedules }}{{ $services = append $services "scheduler" }}{{ end }}
+{{- if $executes }}{{ $services = append $services "executor" }}{{ end }}
 {{- $shm := and $executes (gt (int $v.engine.tpSize) 1) }}
 {{- $executor := dict "root" $root "sidecar" $schedules "rank" .rank "rendezvous" .rendezvous "drainSeconds" $executorDrain }}
 {{- $scheduler := dict "root" $root "sidecar" $beside "executor" (default "127.0.0.1:50053" .executor) }}
@@ -53,7 +57,7 @@ containers:
   {{- include "triptych.schedulerContainer" $scheduler | nindent 2 }}
   {{- end }}
 volumes:
-  {{- include "triptych.volumes" (dict "root" $root "cacheMi" $v.executor.cacheMi "shm" $shm) | nindent 2 }}
+  {{- include "triptych.volumes" (dict "root" $root "cacheMi" $v.executor.cacheMi "shm" $shm "services" $services) | nindent 2 }}
 {{- with $v.engine.nodeSelector }}
 nodeSelector:
   {{- toYaml . | nindent 2 }}
@@ -77,7 +81,7 @@ affinity:
 {{- define "triptych.engineTemplate" -}}
 metadata:
   labels:
-    {{- include "triptych.labels" . | nindent 4 }}
+    {{- include "triptych.podLabels" . | nindent 4 }}
     {{- with .root.Values.engine.podLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
