@@ -161,6 +161,11 @@ def readme() -> str:
     return _HEAD + "\n".join(rows) + "\n"
 
 
+def paths() -> list[str]:
+    """Of every value that can be set."""
+    return [path for path, _ in _leaves(_values(), _descriptions())]
+
+
 def write() -> None:
     """Both files."""
     (CHART / "values.schema.json").write_text(json.dumps(schema(), indent=2) + "\n", encoding="utf-8")
