@@ -2,8 +2,8 @@
 
 python -m charts.generate
 
-A key of values.yaml has its description above it, in a comment that begins with `# --`. What a default does not say of a
-value (its range, its choices) stands in RULES below; keys below `config` are those of services/*/config.py.
+A key of values.yaml has its description above it, in a comment that begins with `# --`. What a default does not say of
+a value (its range, its choices) stands in RULES below; keys below `config` are those of services/*/config.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 import yaml
 
 from services.cli.parts import config_type
-from services.common.config import SERVICES
 
 CHART = Path(__file__).parent / "triptych"
 
@@ -156,7 +155,9 @@ def readme() -> str:
     """A row for each value that can be set."""
     told = _descriptions()
     rows = [
-        f"| `{path}` | `{json.dumps(value)}` | {told[path]} |" for path, value in _leaves(_values(), told) if path in told
+        f"| `{path}` | `{json.dumps(value)}` | {told[path]} |"
+        for path, value in _leaves(_values(), told)
+        if path in told
     ]
     return _HEAD + "\n".join(rows) + "\n"
 
@@ -192,7 +193,11 @@ def _schema_of(value: Any, path: str) -> dict[str, Any]:
     if isinstance(value, bool):
         return {"type": "boolean"}
     if isinstance(value, str):
-        return NAME if last in ("name", "secretName", "existingClaim", "cacheClaim", "priorityClassName") else {"type": "string"}
+        return (
+            NAME
+            if last in ("name", "secretName", "existingClaim", "cacheClaim", "priorityClassName")
+            else {"type": "string"}
+        )
     if isinstance(value, dict) and value:
         return _object(value, path)
     raise ValueError(f"{path}: its default, {value!r}, does not tell its type; add it to RULES")

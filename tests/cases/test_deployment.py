@@ -19,7 +19,9 @@ def test_P2_a_pod_is_given_longer_than_its_preStop_and_drains_take() -> None:
         spec = documents.one(kind, name)["spec"]["template"]["spec"]
         services = [*(one for one in spec.get("initContainers", []) if "restartPolicy" in one), *spec["containers"]]
         drains_s = sum(int(flags(one)["drain-s"]) for one in services)
-        stops_s = sum(one.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0) for one in services)
+        stops_s = sum(
+            one.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0) for one in services
+        )
         assert spec["terminationGracePeriodSeconds"] > drains_s + stops_s
 
 

@@ -57,7 +57,9 @@ COMBINATIONS: dict[str, Combination] = {
         on="1.37.0",
     ),
     "scaled-frontends": _of(
-        engine={"replicas": 2}, frontend={"autoscaling": {"enabled": True}}, tracing={"otlpEndpoint": "http://otel:4317"}
+        engine={"replicas": 2},
+        frontend={"autoscaling": {"enabled": True}},
+        tracing={"otlpEndpoint": "http://otel:4317"},
     ),
     # -- the rest is for the slow tier
     "hub": Combination({"model": HUB}),

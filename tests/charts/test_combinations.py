@@ -109,8 +109,18 @@ def test_both_versions_of_helm_lint_it_and_render_the_same(name: str, chart: Pat
     rendered = []
     for major in (3, 4):
         values = yaml.safe_dump(combination.values)
-        helm.run(major, "lint", "--strict", "--kube-version", combination.cluster.version, str(chart), "--values", "-",
-                 *(f"--api-versions={api}" for api in combination.cluster.serves if major == 4), stdin=values)
+        helm.run(
+            major,
+            "lint",
+            "--strict",
+            "--kube-version",
+            combination.cluster.version,
+            str(chart),
+            "--values",
+            "-",
+            *(f"--api-versions={api}" for api in combination.cluster.serves if major == 4),
+            stdin=values,
+        )
         rendered.append(sorted(map(yaml.safe_dump, render(name, chart, major=major))))
     assert rendered[0] == rendered[1]
 
@@ -124,6 +134,7 @@ def test_helm_lints_and_packages_the_chart(chart: Path, tmp_path: Path) -> None:
 
 def _expanded(argument: str, found: dict[str, object]) -> str:
     """As kubelet does it, by variables that Kubernetes or the pod gives."""
+
     def value(match: re.Match[str]) -> str:
         if match[1] == "POD_INDEX":
             assert "POD_INDEX" in str(found["env"]), f"{argument} of {found['name']} has no variable"
@@ -140,5 +151,3 @@ def _selector(document: dict[str, object]) -> dict[str, str] | None:
     if document["kind"] in ("Deployment", "StatefulSet", "PodDisruptionBudget"):
         return spec["selector"]["matchLabels"]
     return spec["podSelector"]["matchLabels"] if document["kind"] == "NetworkPolicy" else None
-
-

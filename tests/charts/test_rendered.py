@@ -27,7 +27,9 @@ def _pod(documents: Documents, kind: str, name: str) -> dict[str, Any]:
 
 def test_frontends_dial_each_engine_by_its_own_name_before_it_is_ready() -> None:
     documents = _render(engine={"replicas": 3})
-    dialled = [flags(container(one["spec"]["template"]["spec"], "frontend"))["engine"] for one in documents.of("Deployment")]
+    dialled = [
+        flags(container(one["spec"]["template"]["spec"], "frontend"))["engine"] for one in documents.of("Deployment")
+    ]
     assert dialled == [f"chat-triptych-engine-{index}.chat-triptych-engine.llm.svc:50052" for index in range(3)]
     engines = documents.one("StatefulSet", "-engine")
     assert engines["spec"]["replicas"] == 3
@@ -86,9 +88,7 @@ def test_cpus_are_counted_by_processes() -> None:
 
 
 def test_gpus_are_asked_for_by_their_resource() -> None:
-    documents = _render(
-        executor={"device": "cuda", "gpus": 4, "gpuResource": "example.com/gpu"}, engine={"tpSize": 4}
-    )
+    documents = _render(executor={"device": "cuda", "gpus": 4, "gpuResource": "example.com/gpu"}, engine={"tpSize": 4})
     executor = container(_pod(documents, "StatefulSet", "-engine"), "executor")
     assert executor["resources"]["limits"]["example.com/gpu"] == 4
     assert executor["resources"]["requests"]["example.com/gpu"] == 4
@@ -125,7 +125,9 @@ def test_a_leaderworkerset_has_scheduler_and_rank_0_in_its_leader() -> None:
     assert flags(container(leader, "scheduler"))["executor"] == "127.0.0.1:50053"
     assert [one["name"] for one in worker["containers"]] == ["executor"]
     assert not documents.of("StatefulSet")
-    dialled = {flags(container(one["spec"]["template"]["spec"], "frontend"))["engine"] for one in documents.of("Deployment")}
+    dialled = {
+        flags(container(one["spec"]["template"]["spec"], "frontend"))["engine"] for one in documents.of("Deployment")
+    }
     name = engine["metadata"]["name"]
     assert dialled == {f"{name}-{index}.{name}.llm.svc:50052" for index in range(2)}
 
@@ -181,8 +183,9 @@ def test_a_budget_for_disruptions_stands_above_one_pod_alone() -> None:
 def test_what_scales_a_workload_owns_its_number_of_pods() -> None:
     frontends = _render(frontend={"autoscaling": {"enabled": True}})
     assert "replicas" not in frontends.one("Deployment")["spec"]
-    assert frontends.one("HorizontalPodAutoscaler")["spec"]["scaleTargetRef"]["name"] == (
-        frontends.one("Deployment")["metadata"]["name"]
+    assert (
+        frontends.one("HorizontalPodAutoscaler")["spec"]["scaleTargetRef"]["name"]
+        == (frontends.one("Deployment")["metadata"]["name"])
     )
     values = COMBINATIONS["example-fleet"].values | {"metrics": {"enabled": True}}
     engines = render(Combination(values, Cluster("1.33.0", (KEDA,))))
@@ -224,9 +227,7 @@ def test_a_monitor_finds_the_port_of_every_service(chart: Path) -> None:
 
 def test_dashboards_and_alerts_are_packed_as_they_are(chart: Path) -> None:
     documents = render("metrics-all", chart)
-    packed = {
-        name: json.loads(text) for one in documents.of("ConfigMap") for name, text in one["data"].items()
-    }
+    packed = {name: json.loads(text) for one in documents.of("ConfigMap") for name, text in one["data"].items()}
     assert packed == {file.name: json.loads(file.read_text()) for file in chart.glob("dashboards/*.json")}
     assert all(one["metadata"]["labels"]["grafana_dashboard"] == "1" for one in documents.of("ConfigMap"))
     groups = documents.one("PrometheusRule")["spec"]["groups"]

