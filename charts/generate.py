@@ -47,6 +47,12 @@ OWNED = {
     "peer_key": "tls.internal",
     "peer_server_name": "tls.internal",
     "health_port": "tls",
+    "auth": "auth.method",
+    "auth_tokens": "auth.tokensSecret",
+    "auth_names": "auth.namesSecret",
+    "jwt_issuer": "auth.jwt.issuer",
+    "jwt_audience": "auth.jwt.audience",
+    "jwt_keys": "auth.jwt.keys",
 }
 """Keys of a service's configuration that a value of the chart decides, and which one."""
 
@@ -117,6 +123,8 @@ RULES: dict[str, dict[str, Any]] = {
     "*.cacheMi": {"type": "integer", "minimum": 64},
     "listen.host": {"type": "string", "pattern": "^[0-9a-fA-F:.]+$"},
     "metrics.serviceMonitor.intervalSeconds": WHOLE,
+    "auth.method": {"enum": ["", "tokens", "jwt", "mtls"]},
+    "auth.jwt.keys": {"type": "string", "pattern": "^(https://.+)?$"},
     "tls.public.certificate.dnsNames": TEXTS,
     "tls.issuer.kind": {"enum": ["Issuer", "ClusterIssuer"]},
     "tls.issuer.durationHours": {"type": "integer", "minimum": 2},
@@ -195,7 +203,7 @@ def _schema_of(value: Any, path: str) -> dict[str, Any]:
     if isinstance(value, str):
         return (
             NAME
-            if last in ("name", "secretName", "existingClaim", "cacheClaim", "priorityClassName")
+            if last in ("name", "secretName", "clientSecretName", "existingClaim", "cacheClaim", "priorityClassName")
             else {"type": "string"}
         )
     if isinstance(value, dict) and value:

@@ -128,6 +128,22 @@ COMBINATIONS: dict[str, Combination] = {
             "internal": {"enabled": True, "secretNames": {"frontend": "f", "scheduler": "s", "executor": "e"}},
         },
     ),
+    "auth-tokens": _of(
+        auth={"method": "tokens", "tokensSecret": {"name": "hashes"}}, test={"tokenSecret": {"name": "token"}}
+    ),
+    "auth-jwt": _of(
+        auth={
+            "method": "jwt",
+            "jwt": {"issuer": "https://id", "audience": "llm", "keys": "https://id.example.com/jwks"},
+        },
+        frontend={"config": {"jwt_tenant_claim": "org", "tenant_requests_per_s": 5}},
+    ),
+    "auth-mtls": _of(
+        auth={"method": "mtls", "namesSecret": {"name": "names"}},
+        tls={"public": {"secretName": "front", "clientCertificates": True}},
+        frontend={"placement": "engine"},
+        test={"clientSecretName": "client"},
+    ),
     "no-network-policy": _of(networkPolicy={"enabled": False}),
     "network-policy": _of(
         networkPolicy={

@@ -57,6 +57,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"tls": {"public": {"clientCertificates": True}}},
         "needs a certificate of the frontend's own",
     ),
+    "tokens of nowhere": ({"auth": {"method": "tokens"}}, "auth.tokensSecret.name is empty"),
+    "tokens of nobody": ({"auth": {"tokensSecret": {"name": "a"}}}, "set it to tokens"),
+    "half a jwt": (
+        {"auth": {"method": "jwt", "jwt": {"issuer": "a", "keys": "https://a"}}},
+        "auth.jwt.audience is empty",
+    ),
+    "names without certificates": ({"auth": {"method": "mtls"}}, "tls.public.clientCertificates is false"),
     "certificates of nobody": (
         {"tls": {"public": {"certificate": {"create": True}}, "issuer": {"name": "ca"}}},
         "does not serve cert-manager.io/v1",
@@ -73,6 +80,7 @@ SCHEMA: dict[str, tuple[dict[str, Any], str]] = {
     "half a scheduler's cpu": ({"scheduler": {"cpus": 0.5}}, "cpus"),
     "no preStop": ({"frontend": {"preStopSeconds": 0}}, "preStopSeconds"),
     "a way out of the volume": ({"model": {"volume": {"path": "../../etc", "existingClaim": "a"}}}, "path"),
+    "keys over plain http": ({"auth": {"jwt": {"keys": "http://a"}}}, "keys"),
     "too many ranks": ({"engine": {"tpSize": 65}}, "tpSize"),
 }
 

@@ -285,3 +285,17 @@ def test_helm_test_asks_with_our_client_by_the_service() -> None:
     (chat,) = pod["spec"]["containers"]
     assert chat["image"].startswith("triptych-client:")
     assert "--address=chat-triptych.llm.svc:8443" in chat["args"]
+
+
+def test_helm_test_trusts_the_frontends_ca_and_holds_no_key_of_theirs() -> None:
+    pod = render("tls-public").one("Pod")["spec"]
+    assert "--tls-ca=/etc/triptych/ca/ca.crt" in pod["containers"][0]["args"]
+    (secret,) = [one["secret"] for one in pod["volumes"] if "secret" in one]
+    assert secret["items"] == [{"key": "ca.crt", "path": "ca.crt"}]
+
+
+def test_who_may_call_is_mounted_into_frontends_alone() -> None:
+    for name in ("auth-tokens", "auth-mtls"):
+        for where, _, found in render(name).containers():
+            mounted = "auth" in [mount["name"] for mount in found["volumeMounts"]]
+            assert mounted == (found["name"] == "frontend"), where

@@ -149,7 +149,9 @@ def _pip_configuration(file: Path) -> set[Path]:
         lines.append(f"{key} = {value}".replace("\n", "\n    "))
         if key in ("find-links", "index-url", "extra-index-url"):
             paths = [Path(word.removeprefix("file://")) for word in value.split() if word.startswith(("/", "file:///"))]
-            folders |= {path for path in paths if path.is_dir()}
+            folders |= {path for path in paths if path.is_dir() and key == "find-links"}
+            # An index of files points to what lies beside it.
+            folders |= {path.parent for path in paths if path.is_dir() and key != "find-links"}
     file.write_text("\n".join(lines) + "\n")
     return folders
 

@@ -50,6 +50,27 @@
 {{- fail (printf "frontend.autoscaling.minReplicas is %d, over maxReplicas, %d" (int $v.frontend.autoscaling.minReplicas) (int $v.frontend.autoscaling.maxReplicas)) }}
 {{- end }}
 {{- end }}
+{{- $auth := $v.auth }}
+{{- if and (eq $auth.method "tokens") (not $auth.tokensSecret.name) }}
+{{- fail "auth.method is tokens, but auth.tokensSecret.name is empty; name the secret with the tokens' hashes" }}
+{{- end }}
+{{- if and (ne $auth.method "tokens") $auth.tokensSecret.name }}
+{{- fail (printf "auth.tokensSecret.name is %q, but auth.method is %q; set it to tokens" $auth.tokensSecret.name $auth.method) }}
+{{- end }}
+{{- if and (ne $auth.method "mtls") $auth.namesSecret.name }}
+{{- fail (printf "auth.namesSecret.name is %q, but auth.method is %q; set it to mtls" $auth.namesSecret.name $auth.method) }}
+{{- end }}
+{{- range $key, $value := $auth.jwt }}
+{{- if and (eq $auth.method "jwt") (not $value) }}
+{{- fail (printf "auth.method is jwt, but auth.jwt.%s is empty; it needs audience, issuer and keys" $key) }}
+{{- end }}
+{{- if and (ne $auth.method "jwt") $value }}
+{{- fail (printf "auth.jwt.%s is %q, but auth.method is %q; set it to jwt" $key $value $auth.method) }}
+{{- end }}
+{{- end }}
+{{- if and (eq $auth.method "mtls") (not $v.tls.public.clientCertificates) }}
+{{- fail "auth.method is mtls, but tls.public.clientCertificates is false; callers are named by their certificates" }}
+{{- end }}
 {{- if and $v.tls.public.secretName $v.tls.public.certificate.create }}
 {{- fail (printf "tls.public.secretName is %q and tls.public.certificate.create is true; set one of them" $v.tls.public.secretName) }}
 {{- end }}

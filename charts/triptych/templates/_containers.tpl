@@ -33,6 +33,7 @@
 - {{ printf "--model=/models/%s" (trimPrefix "/" $model.volume.path) | quote }}
 {{- end }}
 {{- if .root.Values.metrics.enabled }}
+- {{ printf "--metrics-host=%s" .root.Values.listen.host | quote }}
 - --metrics-port={{ .metricsPort }}
 {{- end }}
 {{- with .root.Values.tracing.otlpEndpoint }}
@@ -71,6 +72,25 @@
 {{- end }}
 {{- end }}
 
+{{/* Of the frontend: how callers show who they are. */}}
+{{- define "triptych.authFlags" -}}
+{{- $auth := .Values.auth }}
+{{- with $auth.method }}
+- --auth={{ . }}
+{{- end }}
+{{- if $auth.tokensSecret.name }}
+- {{ printf "--auth-tokens=/etc/triptych/auth/%s" $auth.tokensSecret.key | quote }}
+{{- end }}
+{{- if $auth.namesSecret.name }}
+- {{ printf "--auth-names=/etc/triptych/auth/%s" $auth.namesSecret.key | quote }}
+{{- end }}
+{{- range $key, $value := $auth.jwt }}
+{{- if $value }}
+- {{ printf "--jwt-%s=%s" $key $value | quote }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{- define "triptych.publicTls" -}}
 {{- if or .Values.tls.public.secretName (and .Values.tls.public.certificate.create (eq (include "triptych.certManager" .) "true")) }}true{{ end }}
 {{- end }}
@@ -95,6 +115,11 @@
   mountPath: /etc/triptych/tls/public
   readOnly: true
 {{- end }}
+{{- if and (eq .service "frontend") (include "triptych.authSecret" .root) }}
+- name: auth
+  mountPath: /etc/triptych/auth
+  readOnly: true
+{{- end }}
 {{- if .root.Values.tls.internal.enabled }}
 - name: tls-{{ .service }}
   mountPath: /etc/triptych/tls/internal
@@ -102,7 +127,11 @@
 {{- end }}
 {{- end }}
 
-{{/* Volumes of certificates: root, services of the pod. */}}
+{{- define "triptych.authSecret" -}}
+{{- default .Values.auth.namesSecret.name .Values.auth.tokensSecret.name }}
+{{- end }}
+
+{{/* Volumes of certificates and of who may call: root, services of the pod. */}}
 {{- define "triptych.tlsVolumes" -}}
 {{- $root := .root }}
 {{- $full := include "triptych.fullname" $root }}
@@ -110,6 +139,12 @@
 - name: tls-public
   secret:
     secretName: {{ default (printf "%s-public-tls" $full) $root.Values.tls.public.secretName }}
+    defaultMode: 0440
+{{- end }}
+{{- if and (has "frontend" .services) (include "triptych.authSecret" $root) }}
+- name: auth
+  secret:
+    secretName: {{ include "triptych.authSecret" $root }}
     defaultMode: 0440
 {{- end }}
 {{- if $root.Values.tls.internal.enabled }}
@@ -306,6 +341,7 @@ preStop:
     {{- range .root.Values.model.aliases }}
     - {{ printf "--served-model-alias=%s" . | quote }}
     {{- end }}
+    {{- include "triptych.authFlags" .root | nindent 4 }}
     {{- include "triptych.flags" $f.config | nindent 4 }}
   {{- with $f.extraEnv }}
   env:
