@@ -67,7 +67,7 @@ COMBINATIONS: dict[str, Combination] = {
     "hub-token": Combination({"model": {"hub": {"id": "org/model", "tokenSecret": {"name": "hub", "key": "t"}}}}),
     "hub-mirror": Combination({"model": {"hub": {"id": "org/model", "endpoint": "https://hub.example.com"}}}),
     "hub-cache-claim": Combination({"model": {"hub": {"id": "org/model", "cacheClaim": "cache"}}}),
-    "hub-beside": Combination({"model": HUB, "frontend": {"placement": "engine"}}),
+    "hub-ranks": Combination({"model": HUB, "engine": {"ranksIn": "pods", "tpSize": 2}}),
     "claim": _of(),
     "host-path": Combination({"model": {"volume": {"hostPath": "/srv/models", "path": "a/b"}}}),
     "own-claim": Combination({"model": {"volume": {"claim": {"create": True, "storageClass": "nfs"}, "path": "m"}}}),
@@ -79,20 +79,16 @@ COMBINATIONS: dict[str, Combination] = {
     "one-gpu": _of(executor=CUDA),
     "other-gpus": _of(executor={**CUDA, "gpuResource": "amd.com/gpu"}),
     "runtime-class": _of(executor=CUDA, engine={"runtimeClassName": "nvidia", "priorityClassName": "high"}),
-    "beside": _of(frontend={"placement": "engine", "workers": 4}),
-    "beside-ranks": _of(frontend={"placement": "engine"}, engine={"tpSize": 4}, executor={"device": "cuda", "gpus": 4}),
-    "beside-ranks-in-pods": _of(frontend={"placement": "engine"}, engine={"ranksIn": "pods", "tpSize": 2}),
-    "keda-absent": _of(
-        frontend={"placement": "engine"}, engine={"autoscaling": {"enabled": True}}, metrics={"enabled": True}
-    ),
+    "workers": _of(frontend={"workers": 4}),
+    "gpu-ranks": _of(engine={"tpSize": 4}, executor={"device": "cuda", "gpus": 4}),
+    "ranks-in-pods-of-one-engine": _of(engine={"ranksIn": "pods", "tpSize": 2}),
+    "keda-absent": _of(engine={"autoscaling": {"enabled": True}}, metrics={"enabled": True}),
     "keda-query": _of(
-        frontend={"placement": "engine"},
         engine={"autoscaling": {"enabled": True, "query": "sum(x)", "maxReplicas": 9}},
         metrics={"enabled": True},
         serves=(KEDA,),
     ),
     "keda-leaderworkerset": _of(
-        frontend={"placement": "engine"},
         engine={"ranksIn": "pods", "tpSize": 2, "autoscaling": {"enabled": True}},
         metrics={"enabled": True},
         serves=(KEDA, LEADER_WORKER_SET),
@@ -121,8 +117,7 @@ COMBINATIONS: dict[str, Combination] = {
         engine={"ranksIn": "pods", "tpSize": 2},
         serves=(CERT_MANAGER,),
     ),
-    "tls-beside": _of(
-        frontend={"placement": "engine"},
+    "tls-everywhere": _of(
         tls={
             "public": {"secretName": "front"},
             "internal": {"enabled": True, "secretNames": {"frontend": "f", "scheduler": "s", "executor": "e"}},
@@ -141,7 +136,6 @@ COMBINATIONS: dict[str, Combination] = {
     "auth-mtls": _of(
         auth={"method": "mtls", "namesSecret": {"name": "names"}},
         tls={"public": {"secretName": "front", "clientCertificates": True}},
-        frontend={"placement": "engine"},
         test={"clientSecretName": "client"},
     ),
     "no-network-policy": _of(networkPolicy={"enabled": False}),

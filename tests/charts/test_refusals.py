@@ -10,7 +10,6 @@ from tests.charts.combinations import CERT_MANAGER, KEDA
 from tests.support import helm
 
 MODEL = {"volume": {"existingClaim": "checkpoints", "path": "small"}}
-BESIDE = {"placement": "engine"}
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no model": ({"model": {}}, "no model: set model.hub.id"),
@@ -27,18 +26,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "executor.gpus is 1, but a pod has 2 ranks (engine.tpSize 2, engine.ranksIn pod); each takes one GPU, set 2",
     ),
     "one rank in pods": ({"engine": {"ranksIn": "pods"}}, "set ranksIn to pod"),
-    "engines that scale without frontends": (
-        {"engine": {"autoscaling": {"enabled": True}}, "metrics": {"enabled": True}},
-        "needs frontend.placement engine",
-    ),
     "engines that scale unseen": (
-        {"engine": {"autoscaling": {"enabled": True}}, "frontend": BESIDE},
+        {"engine": {"autoscaling": {"enabled": True}}},
         "needs metrics.enabled",
     ),
     "ranks that scale apart": (
         {
             "engine": {"autoscaling": {"enabled": True}, "ranksIn": "pods", "tpSize": 2},
-            "frontend": BESIDE,
             "metrics": {"enabled": True},
         },
         "needs a cluster with LeaderWorkerSet",
@@ -46,10 +40,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fewest over most": (
         {"frontend": {"autoscaling": {"enabled": True, "minReplicas": 5, "maxReplicas": 3}}},
         "minReplicas is 5, over maxReplicas, 3",
-    ),
-    "frontends that scale beside engines": (
-        {"frontend": {**BESIDE, "autoscaling": {"enabled": True}}},
-        "needs frontend.placement deployment",
     ),
     "a monitor of nothing": ({"metrics": {"serviceMonitor": {"enabled": True}}}, "needs metrics.enabled"),
     "tls without a secret": ({"tls": {"internal": {"enabled": True}}}, "tls.internal.secretNames.executor is empty"),

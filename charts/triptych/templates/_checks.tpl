@@ -29,9 +29,6 @@
 {{- fail (printf "engine.ranksIn is pods, but engine.tpSize is %d; one rank stays in its scheduler's pod, set ranksIn to pod" (int $v.engine.tpSize)) }}
 {{- end }}
 {{- if $v.engine.autoscaling.enabled }}
-{{- if ne $v.frontend.placement "engine" }}
-{{- fail "engine.autoscaling.enabled needs frontend.placement engine: a frontend serves one engine, so that a new engine has to bring its own" }}
-{{- end }}
 {{- if and (eq $v.engine.ranksIn "pods") (ne (include "triptych.usesLeaderWorkerSet" .) "true") }}
 {{- fail "engine.autoscaling.enabled with engine.ranksIn pods needs a cluster with LeaderWorkerSet, which scales an engine's pods together" }}
 {{- end }}
@@ -43,9 +40,6 @@
 {{- end }}
 {{- end }}
 {{- if $v.frontend.autoscaling.enabled }}
-{{- if ne $v.frontend.placement "deployment" }}
-{{- fail "frontend.autoscaling.enabled needs frontend.placement deployment; beside an engine there is one frontend, raise frontend.workers" }}
-{{- end }}
 {{- if gt (int $v.frontend.autoscaling.minReplicas) (int $v.frontend.autoscaling.maxReplicas) }}
 {{- fail (printf "frontend.autoscaling.minReplicas is %d, over maxReplicas, %d" (int $v.frontend.autoscaling.minReplicas) (int $v.frontend.autoscaling.maxReplicas)) }}
 {{- end }}

@@ -325,7 +325,7 @@ preStop:
   {{- end }}
 {{- end }}
 
-{{/* The frontend's container: root, engine: HOST:PORT that it dials. */}}
+{{/* The frontend's container, which dials every engine by its name. */}}
 {{- define "triptych.frontendContainer" -}}
 {{- $f := .root.Values.frontend }}
 - name: frontend
@@ -333,7 +333,11 @@ preStop:
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
   args:
     {{- include "triptych.commonFlags" (dict "root" .root "service" "frontend" "port" 50051 "metricsPort" 9101 "drainSeconds" $f.drainSeconds) | nindent 4 }}
-    - {{ printf "--engine=%s" .engine | quote }}
+    {{- $root := .root }}
+    {{- range $index := until (include "triptych.mostEngines" .root | int) }}
+    {{- $flag := ternary "more-engines" "engine" (gt $index 0) }}
+    - {{ printf "--%s=%s:50052" $flag (include "triptych.engineHost" (dict "root" $root "index" $index)) | quote }}
+    {{- end }}
     - --workers={{ $f.workers }}
     {{- with .root.Values.model.servedName }}
     - {{ printf "--served-model-name=%s" . | quote }}
@@ -367,15 +371,12 @@ preStop:
   {{- include "triptych.mounts" (dict "root" .root "service" "frontend") | nindent 2 }}
 {{- end }}
 
-{{/* The scheduler's container: root, executor: HOST:PORT that it dials; sidecar: it ends after the frontend. */}}
+{{/* The scheduler's container: root, executor: HOST:PORT that it dials. */}}
 {{- define "triptych.schedulerContainer" -}}
 {{- $s := .root.Values.scheduler }}
 - name: scheduler
   image: {{ include "triptych.image" (dict "root" .root "image" $s.image) | quote }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-  {{- if .sidecar }}
-  restartPolicy: Always
-  {{- end }}
   args:
     {{- include "triptych.commonFlags" (dict "root" .root "service" "scheduler" "port" 50052 "metricsPort" 9102 "drainSeconds" $s.drainSeconds) | nindent 4 }}
     - {{ printf "--executor=%s" .executor | quote }}

@@ -74,6 +74,11 @@ annotations:
 {{- end }}
 {{- end }}
 
+{{/* Engines that there may be. */}}
+{{- define "triptych.mostEngines" -}}
+{{- ternary .Values.engine.autoscaling.maxReplicas .Values.engine.replicas .Values.engine.autoscaling.enabled }}
+{{- end }}
+
 {{/* HOST of an engine's scheduler, by index: a pod's stable name. */}}
 {{- define "triptych.engineHost" -}}
 {{- $name := printf "%s-engine" (include "triptych.fullname" .root) }}

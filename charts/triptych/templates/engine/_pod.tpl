@@ -1,31 +1,27 @@
 {{/*
 The pod of an engine: root, and what of it: `whole` (scheduler and executor), `scheduler`, `rank`.
 
-Containers end in the order frontend, scheduler, executor, so that streams end well: sidecars end after the main
-container, in the reverse of their order.
+The executor ends after its scheduler, so that streams end well: a sidecar ends after the main container.
 */}}
 {{- define "triptych.enginePod" -}}
 {{- $root := .root }}
 {{- $v := $root.Values }}
-{{- $beside := and (ne .what "rank") (eq $v.frontend.placement "engine") }}
 {{- $executes := ne .what "scheduler" }}
 {{- $schedules := ne .what "rank" }}
 {{- $executorDrain := int $v.executor.drainSeconds }}
 {{- $drain := 0 }}
-{{- if $beside }}{{ $drain = add $drain $v.frontend.preStopSeconds $v.frontend.drainSeconds }}{{ end }}
 {{- if $schedules }}{{ $drain = add $drain $v.scheduler.drainSeconds }}{{ end }}
 {{- if and (eq .what "rank") .waits }}
 {{- /* Another rank waits for rank 0, which waits for its scheduler. */}}
-{{- $executorDrain = add $executorDrain $v.scheduler.drainSeconds (ternary (add $v.frontend.preStopSeconds $v.frontend.drainSeconds) 0 (eq $v.frontend.placement "engine")) }}
+{{- $executorDrain = add $executorDrain $v.scheduler.drainSeconds }}
 {{- end }}
 {{- if $executes }}{{ $drain = add $drain $executorDrain }}{{ end }}
 {{- $services := list }}
-{{- if $beside }}{{ $services = append $services "frontend" }}{{ end }}
 {{- if $schedules }}{{ $services = append $services "scheduler" }}{{ end }}
 {{- if $executes }}{{ $services = append $services "executor" }}{{ end }}
 {{- $shm := and $executes (gt (int $v.engine.tpSize) 1) }}
 {{- $executor := dict "root" $root "sidecar" $schedules "rank" .rank "rendezvous" .rendezvous "drainSeconds" $executorDrain }}
-{{- $scheduler := dict "root" $root "sidecar" $beside "executor" (default "127.0.0.1:50053" .executor) }}
+{{- $scheduler := dict "root" $root "executor" (default "127.0.0.1:50053" .executor) }}
 {{- include "triptych.podCommon" $root }}
 {{- with $v.engine.runtimeClassName }}
 runtimeClassName: {{ . }}
@@ -35,7 +31,7 @@ priorityClassName: {{ . }}
 {{- end }}
 terminationGracePeriodSeconds: {{ include "triptych.grace" (dict "what" "engine" "given" $v.engine.terminationGracePeriodSeconds "needed" (add $drain 10)) }}
 {{- $fetches := $v.model.hub.id }}
-{{- if or $fetches (and $executes $schedules) $beside }}
+{{- if or $fetches (and $executes $schedules) }}
 initContainers:
   {{- if $fetches }}
   {{- $image := ternary $v.executor.image $v.scheduler.image $executes }}
@@ -44,15 +40,10 @@ initContainers:
   {{- if and $executes $schedules }}
   {{- include "triptych.executorContainer" $executor | nindent 2 }}
   {{- end }}
-  {{- if $beside }}
-  {{- include "triptych.schedulerContainer" $scheduler | nindent 2 }}
-  {{- end }}
 {{- end }}
 containers:
   {{- if not $schedules }}
   {{- include "triptych.executorContainer" $executor | nindent 2 }}
-  {{- else if $beside }}
-  {{- include "triptych.frontendContainer" (dict "root" $root "engine" "127.0.0.1:50052") | nindent 2 }}
   {{- else }}
   {{- include "triptych.schedulerContainer" $scheduler | nindent 2 }}
   {{- end }}
