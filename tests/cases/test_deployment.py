@@ -15,7 +15,7 @@ MODEL = {"volume": {"existingClaim": "checkpoints", "path": "small"}}
 
 def test_P2_a_pod_is_given_longer_than_its_preStop_and_drains_take() -> None:
     documents = render(Combination({"model": MODEL, "frontend": {"drainSeconds": 600, "preStopSeconds": 20}}))
-    for kind, name in (("Deployment", "-frontend-0"), ("StatefulSet", "-engine")):
+    for kind, name in (("Deployment", "-frontend"), ("StatefulSet", "-engine")):
         spec = documents.one(kind, name)["spec"]["template"]["spec"]
         services = [*(one for one in spec.get("initContainers", []) if "restartPolicy" in one), *spec["containers"]]
         drains_s = sum(int(flags(one)["drain-s"]) for one in services)

@@ -27,16 +27,23 @@ def _pod(documents: Documents, kind: str, name: str) -> dict[str, Any]:
 
 def test_frontends_dial_each_engine_by_its_own_name_before_it_is_ready() -> None:
     documents = _render(engine={"replicas": 3})
-    dialled = [
-        flags(container(one["spec"]["template"]["spec"], "frontend"))["engine"] for one in documents.of("Deployment")
+    assert _engines_dialled(documents) == [
+        f"chat-triptych-engine-{index}.chat-triptych-engine.llm.svc:50052" for index in range(3)
     ]
-    assert dialled == [f"chat-triptych-engine-{index}.chat-triptych-engine.llm.svc:50052" for index in range(3)]
     engines = documents.one("StatefulSet", "-engine")
     assert engines["spec"]["replicas"] == 3
     service = documents.one("Service", "-engine")
     assert engines["spec"]["serviceName"] == service["metadata"]["name"]
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["publishNotReadyAddresses"] is True
+
+
+def _engines_dialled(documents: Documents) -> list[str]:
+    arguments = container(_pod(documents, "Deployment", "-frontend"), "frontend")["args"]
+    pairs = [argument.partition("=")[::2] for argument in arguments]
+    first = [value for name, value in pairs if name == "--engine"]
+    assert len(first) == 1
+    return first + [value for name, value in pairs if name == "--more-engines"]
 
 
 def test_clients_find_ready_frontends_alone() -> None:
@@ -58,17 +65,6 @@ def test_an_engines_executor_starts_before_its_scheduler_and_ends_after_it() -> 
     assert [(one["name"], one["restartPolicy"]) for one in pod["initContainers"]] == [("executor", "Always")]
     assert [one["name"] for one in pod["containers"]] == ["scheduler"]
     assert flags(pod["containers"][0])["executor"] == "127.0.0.1:50053"
-
-
-def test_a_frontend_beside_its_engine_ends_first() -> None:
-    documents = _render(frontend={"placement": "engine"})
-    pod = _pod(documents, "StatefulSet", "-engine")
-    assert [one["name"] for one in pod["initContainers"]] == ["executor", "scheduler"]
-    assert [one["name"] for one in pod["containers"]] == ["frontend"]
-    assert flags(pod["containers"][0])["engine"] == "127.0.0.1:50052"
-    assert not documents.of("Deployment")
-    selector = documents.one("Service", "chat-triptych")["spec"]["selector"]
-    assert selector["app.kubernetes.io/component"] == "engine"
 
 
 def test_an_engine_has_started_when_a_token_could_be_made() -> None:
@@ -125,11 +121,8 @@ def test_a_leaderworkerset_has_scheduler_and_rank_0_in_its_leader() -> None:
     assert flags(container(leader, "scheduler"))["executor"] == "127.0.0.1:50053"
     assert [one["name"] for one in worker["containers"]] == ["executor"]
     assert not documents.of("StatefulSet")
-    dialled = {
-        flags(container(one["spec"]["template"]["spec"], "frontend"))["engine"] for one in documents.of("Deployment")
-    }
     name = engine["metadata"]["name"]
-    assert dialled == {f"{name}-{index}.{name}.llm.svc:50052" for index in range(2)}
+    assert _engines_dialled(documents) == [f"{name}-{index}.{name}.llm.svc:50052" for index in range(2)]
 
 
 def test_a_rank_waits_as_long_as_its_leader_may_take_to_end() -> None:
@@ -152,7 +145,7 @@ def test_the_hubs_token_is_in_the_container_that_fetches_alone() -> None:
         elif found["name"] != "chat":
             assert "--offline" in found["args"], where
             assert "--revision=0123" in found["args"], where
-    assert seen == {("chat-triptych-frontend-0", True), ("chat-triptych-engine", False)}
+    assert seen == {("chat-triptych-frontend", True), ("chat-triptych-engine", False)}
 
 
 def test_models_are_mounted_read_only_into_services() -> None:
@@ -193,6 +186,7 @@ def test_what_scales_a_workload_owns_its_number_of_pods() -> None:
     scaled = engines.one("ScaledObject")["spec"]
     assert scaled["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": "chat-triptych-engine"}
     assert (scaled["minReplicaCount"], scaled["maxReplicaCount"]) == (2, 8)
+    assert len(_engines_dialled(engines)) == 8
     (trigger,) = scaled["triggers"]
     assert "waiting" in trigger["metadata"]["query"]
 
@@ -200,7 +194,6 @@ def test_what_scales_a_workload_owns_its_number_of_pods() -> None:
 @pytest.mark.parametrize("kind", ["ServiceMonitor", "PrometheusRule", "ScaledObject", "LeaderWorkerSet"])
 def test_custom_resources_are_left_out_where_the_cluster_has_none(kind: str, chart: Path) -> None:
     values: dict[str, Any] = {
-        "frontend": {"placement": "engine"},
         "metrics": {"enabled": True, "serviceMonitor": {"enabled": True}, "prometheusRule": {"enabled": True}},
     }
     scaled = {"engine": {"autoscaling": {"enabled": True}}}
@@ -238,7 +231,7 @@ def test_dashboards_and_alerts_are_packed_as_they_are(chart: Path) -> None:
 def test_services_show_one_another_certificates_and_let_in_their_own_caller_alone() -> None:
     documents = render("tls-internal")
     engine = _pod(documents, "StatefulSet", "-engine")
-    frontend = flags(container(_pod(documents, "Deployment", "-frontend-0"), "frontend"))
+    frontend = flags(container(_pod(documents, "Deployment", "-frontend"), "frontend"))
     scheduler, executor = (flags(container(engine, name)) for name in ("scheduler", "executor"))
     assert scheduler["tls-client-names"] == "chat-triptych-frontend"
     assert executor["tls-client-names"] == "chat-triptych-scheduler"
@@ -251,7 +244,7 @@ def test_services_show_one_another_certificates_and_let_in_their_own_caller_alon
 
 def test_kubelet_asks_a_port_without_tls_where_a_service_speaks_it() -> None:
     for name, given in (("tls-public", 50151), ("claim", 50051)):
-        frontend = container(_pod(render(name), "Deployment", "-frontend-0"), "frontend")
+        frontend = container(_pod(render(name), "Deployment", "-frontend"), "frontend")
         assert frontend["livenessProbe"]["grpc"]["port"] == given
 
 
@@ -274,7 +267,7 @@ def test_certificates_of_cert_manager_have_the_names_that_are_asked_for() -> Non
 
 
 def test_preStop_is_an_action_of_its_own_where_kubernetes_has_it() -> None:
-    old, new = (_pod(_render(on=on), "Deployment", "-frontend-0") for on in ("1.29.0", "1.30.0"))
+    old, new = (_pod(_render(on=on), "Deployment", "-frontend") for on in ("1.29.0", "1.30.0"))
     assert old["containers"][0]["lifecycle"]["preStop"] == {"exec": {"command": ["sleep", "5"]}}
     assert new["containers"][0]["lifecycle"]["preStop"] == {"sleep": {"seconds": 5}}
 
