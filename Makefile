@@ -18,8 +18,12 @@ PROMPT ?= Why is the sky blue?
 override PROMPT := $(value PROMPT)# so that a dollar sign in a question stays one
 export PROMPT
 
+DOCKER ?= docker
+VARIANT ?= cpu
+TAG ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+
 .DEFAULT_GOAL := help
-.PHONY: help install model run test test-slow compiler test-tools lint bench kernels gpu-check clean
+.PHONY: help install model run test test-slow compiler test-tools lint bench kernels gpu-check images clean
 
 help: ## list the tasks
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,11 +54,13 @@ compiler: ## install g++, with which the tests run the CUDA kernels on the CPU (
 	@command -v g++ >/dev/null || { echo "installing with apt-get: g++"; apt-get update -q && \
 		apt-get install -qy --no-install-recommends g++; }
 
-test-tools: ## install what the slow tests of the Node, Go, Java and C++ examples and of metrics need (Debian, as root), and Phoenix
+test-tools: ## install what the slow tests of the Node, Go, Java and C++ examples, of metrics and images need (Debian, as root)
 	test -x $(PHOENIX)/bin/phoenix || { $(PYTHON) -m venv $(PHOENIX) && \
 		$(PHOENIX)/bin/python -m pip --disable-pip-version-check install -q arize-phoenix==20.26.1; }
 	@missing=; for package in $(CLIENT_PACKAGES) prometheus; do dpkg -s $$package >/dev/null 2>&1 || missing="$$missing $$package"; done; \
 	command -v npm >/dev/null || missing="$$missing nodejs npm"; \
+	command -v buildah >/dev/null || missing="$$missing buildah"; \
+	command -v mmdebstrap >/dev/null || missing="$$missing mmdebstrap"; \
 	test -z "$$missing" || { echo "installing with apt-get:$$missing"; apt-get update -q && \
 		apt-get install -qy --no-install-recommends $$missing; }
 
@@ -77,6 +83,13 @@ kernels: install ## compile the CUDA kernels into build/kernels (no GPU needed)
 
 gpu-check: ## check the kernels on this machine's GPU, in four minutes; ARGS=--dry without one
 	$(BIN)/python -m tests.gpu_check $(ARGS)
+
+images: ## build the images with DOCKER=docker; VARIANT=cuda for GPUs, REGISTRY and TAG for names, IMAGE_ARGS for more
+	@for service in frontend scheduler executor client; do \
+		$(DOCKER) build -f "docker/$$service.Dockerfile" -t "$(if $(REGISTRY),$(REGISTRY)/)triptych-$$service:$(TAG)" \
+			--build-arg VERSION="$(TAG)" --build-arg REVISION="$$(git rev-parse HEAD)" \
+			$$(test "$$service" != executor || echo --build-arg VARIANT=$(VARIANT)) $(IMAGE_ARGS) . || exit; \
+	done
 
 clean: ## remove .venv, generated stubs and caches; fetched models stay
 	rm -rf $(VENV) $(PHOENIX) build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis clients/node/node_modules clients/*/build

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from services.cli.parts import config_type, missing, part
-from services.common import collector, logs
+from services.common import collector, logs, writable
 from services.common.config import SERVICES, resolve
 from services.common.errors import StartError
 
@@ -67,6 +67,8 @@ def _dispatch(arguments: Sequence[str]) -> int:
 def _serve(name: str, arguments: Sequence[str]) -> int:
     resolve(config_type(name), arguments)  # --help and wrong flags are answered before torch is imported
     collector.hold()
+    if name == "executor":
+        writable.require()  # numba, which it imports, needs a folder
     if name in _WITHOUT_ALGEBRA:
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     module = part(f"services.{name}.main", extra=name, what=f"the {name}")
