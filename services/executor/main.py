@@ -13,6 +13,7 @@ from triptych.executor.v1 import executor_pb2_grpc
 
 from services.common import checkpoint, collector, config, logs
 from services.common.errors import StartError
+from services.common.peer_names import PeerNames
 from services.common.server import Server
 from services.common.startup import Startup
 from services.executor import architecture, devices, loader, memory
@@ -122,7 +123,9 @@ def _threads(settings: ExecutorConfig) -> memory.Threads:
 
 
 async def _serve(executor: Executor, settings: ExecutorConfig, startup: Startup) -> None:
-    server = Server(settings.host, settings.port)
+    names = PeerNames(settings.tls_client_names)
+    admit = names.admit if settings.tls_client_ca is not None else None
+    server = Server(settings.host, settings.port, access=settings.access(admit))
     servicer = ExecutorServicer(executor, server.health, startup)
     executor_pb2_grpc.add_ExecutorServiceServicer_to_server(servicer, server.grpc)
     await server.start([SERVICE_NAME])

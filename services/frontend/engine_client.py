@@ -15,7 +15,7 @@ import grpc
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc
 
 from services.common.errors import RequestError, unavailable
-from services.common.server import channel_options
+from services.common.peer import Peer
 from services.frontend import engine_wire
 from services.frontend.engine import StepReport, Submission
 from services.frontend.engine_request import EngineRequest, Sink
@@ -38,12 +38,13 @@ log = logging.getLogger(__name__)
 class EngineClient:
     """Attaches, and attaches again; hands each request what is its own."""
 
-    def __init__(self, target: str, tokenizer_hash: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, peer: Peer | str, tokenizer_hash: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.changed = asyncio.Event()
         """Set when what `can_generate` or `require` say may have changed; who waits clears it."""
         self.facts: EngineFacts | None = None
         """The last hello; it outlives the stream."""
-        self._target = target
+        self._peer = Peer(peer) if isinstance(peer, str) else peer
+        self._target = self._peer.target
         self._tokenizer_hash = tokenizer_hash
         self._clock = clock
         self._frontend_id = engine_wire.new_frontend_id()
@@ -124,12 +125,11 @@ class EngineClient:
             self._outgoing.put(message)
 
     async def _keep_attached(self) -> None:
-        async with grpc.aio.insecure_channel(self._target, options=channel_options()) as channel:
-            stub = engine_pb2_grpc.EngineServiceStub(channel)
+        try:
             wait_s = RETRY_FIRST_S
             while True:
                 try:
-                    await self._attach(stub)
+                    await self._attach(engine_pb2_grpc.EngineServiceStub(self._peer.channel()))
                     trouble = _Trouble("the engine closed the stream")
                 except grpc.aio.AioRpcError as error:
                     trouble = _explain(error)
@@ -144,6 +144,8 @@ class EngineClient:
                 self._note(trouble, was_attached)
                 wait_s = RETRY_FIRST_S if was_attached else min(wait_s * 2, RETRY_LAST_S)
                 await asyncio.sleep(RETRY_MISMATCH_S if trouble.slow else wait_s * random.uniform(0.8, 1.2))
+        finally:
+            await self._peer.close()
 
     async def _attach(self, stub: engine_pb2_grpc.EngineServiceStub) -> None:
         """One stream, from hello to its end."""

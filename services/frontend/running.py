@@ -18,6 +18,7 @@ from services.frontend.engine import Scores, Submission
 from services.frontend.engine_client import EngineClient
 from services.frontend.engine_request import EngineRequest
 from services.frontend.prompt_blocks import block_digests
+from services.frontend.quotas import Quotas
 from services.frontend.request import Delta, Job
 from services.frontend.trace_context import TraceContext, trace_context_of
 
@@ -48,8 +49,9 @@ class Call:
 class Runner:
     """Runs jobs on the one engine."""
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self, engine: EngineClient, quotas: Quotas) -> None:
         self._engine = engine
+        self._quotas = quotas
 
     async def run(
         self,
@@ -61,6 +63,13 @@ class Runner:
         submitted: Submitted = lambda request: None,
     ) -> None:
         """Returns when every choice has stopped. Raises what has ended it before, once all that came is sent."""
+        self._quotas.charge(call.tenant, len(job.prompt_ids))
+        try:
+            await self._run(job, answer, call, send, tell, submitted)
+        finally:
+            self._quotas.charge(call.tenant, answer.completion_tokens)
+
+    async def _run(self, job: Job, answer: Answer, call: Call, send: Send, tell: Tell, submitted: Submitted) -> None:
         if job.options.prompt_logprobs is not None and len(job.prompt_ids) == 1:
             await tell(NOTHING_TO_SCORE)
         if not job.asks_engine:

@@ -9,14 +9,17 @@ import logging
 from triptych.inference.v1 import inference_pb2_grpc
 
 from services.common.errors import StartError, unavailable
-from services.common.server import Server
+from services.common.peer import Peer
+from services.common.server import Server, is_loopback
 from services.common.startup import Startup
 from services.frontend import served_model, service
+from services.frontend.auth.admission import admission
 from services.frontend.calls import Calls
 from services.frontend.config import FrontendConfig
 from services.frontend.engine_admin import EngineAdmin
 from services.frontend.engine_client import HEARTBEAT_LIMIT_S, EngineClient
 from services.frontend.grammar_check import GrammarCheck
+from services.frontend.quotas import Quotas
 from services.frontend.service import InferenceService
 
 log = logging.getLogger(__name__)
@@ -38,18 +41,21 @@ class Frontend:
             tool_call_format=config.tool_call_format,
             reasoning_format=config.reasoning_format,
         )
-        self.engine = EngineClient(config.engine, self.model.tokenizer_hash)
+        self.engine = EngineClient(Peer(config.engine, config.peer_tls()), self.model.tokenizer_hash)
         self.grammars = GrammarCheck(self.model.folder, sorted(self.model.eos_ids), config.grammar_budget())
         self.calls = Calls()
+        self.quotas = Quotas(config.quota())
         self.server = Server(
             config.host,
             config.port,
             max_message_bytes=config.max_message_bytes,
             shares_port=shares_port,
             connection_age=config.connection_age(),
+            access=config.access(admission(config, self.quotas)),
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
-            InferenceService(self.model, self.engine, self.calls, self.grammars, config.limits()), self.server.grpc
+            InferenceService(self.model, self.engine, self.calls, self.grammars, config.limits(), self.quotas),
+            self.server.grpc,
         )
         self._services = [service.NAME]
         self._admin: EngineAdmin | None = None
@@ -65,9 +71,9 @@ class Frontend:
                 f"vllm_adapter is on, and needs its extra: pip install 'triptych[vllm-adapter]' ({error.name} is not "
                 "installed)"
             ) from error
-        self._admin = EngineAdmin(self._config.engine)
+        self._admin = EngineAdmin(Peer(self._config.engine, self._config.peer_tls()))
         adapter = vllm.VllmEngineService(
-            self.model, self.engine, self._admin, self.calls, self.grammars, self._config.limits()
+            self.model, self.engine, self._admin, self.calls, self.grammars, self._config.limits(), self.quotas
         )
         vllm.add_to_server(adapter, self.server.grpc)
         self.server.health.also_generates(vllm.NAME)
@@ -75,6 +81,8 @@ class Frontend:
 
     async def start(self) -> None:
         """Listens, begins to attach to the engine, and is ready; `generate` follows the engine."""
+        if self._config.auth == "off" and not is_loopback(self._config.host):
+            log.warning("auth is off and %s is no loopback: whoever reaches the port is served", self._config.host)
         await self.server.start(self._services)
         await self.engine.start()
         self._watch = asyncio.create_task(self._watch_engine())

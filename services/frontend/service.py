@@ -21,6 +21,7 @@ from services.frontend.engine_client import EngineClient
 from services.frontend.grammar_check import GrammarCheck
 from services.frontend.intake import Intake
 from services.frontend.patience import Patience
+from services.frontend.quotas import Quotas
 from services.frontend.request import Delta, EngineFacts, Job, Limits
 from services.frontend.request_id import greet
 from services.frontend.responses import Fold
@@ -47,14 +48,20 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """The public API of one model; the state of a request lives in its call alone."""
 
     def __init__(
-        self, model: ServedModel, engine: EngineClient, calls: Calls, grammars: GrammarCheck, limits: Limits
+        self,
+        model: ServedModel,
+        engine: EngineClient,
+        calls: Calls,
+        grammars: GrammarCheck,
+        limits: Limits,
+        quotas: Quotas,
     ) -> None:
         self._model = model
         self._engine = engine
         self._calls = calls
         self._limits = limits
         self._intake = Intake(model, grammars, limits)
-        self._runner = Runner(engine)
+        self._runner = Runner(engine, quotas)
         self._scores_bytes = min(MAX_SCORES_BYTES, limits.message_bytes // 2)
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]

@@ -9,12 +9,14 @@ from typing import Any
 
 from triptych.engine.v1 import admin_pb2_grpc, engine_pb2, engine_pb2_grpc
 
-from services.common.server import Server
+from services.common.peer import Peer
+from services.common.peer_names import PeerNames
+from services.common.server import Server, channel_options
 from services.common.startup import Startup
-from services.scheduler.admin import ADMIN_SERVICE, AdminServicer
+from services.scheduler.admin import ADMIN_SERVICE, OPEN_QUESTIONS, AdminServicer
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.engine import Engine
-from services.scheduler.executor_link import ExecutorLink
+from services.scheduler.executor_link import RECONNECT_MS, ExecutorLink
 from services.scheduler.frontend_stream import FrontendStream
 from services.scheduler.identity import Model
 from services.scheduler.outbox import pending_limit_bytes
@@ -58,10 +60,13 @@ class SchedulerServer:
         self._config = config
         self._startup = startup or Startup()
         model = Model.read(config)
-        self._link = ExecutorLink(config.executor, model.engine_config())
+        peer = Peer(config.executor, config.peer_tls(), channel_options(max_reconnect_ms=RECONNECT_MS))
+        self._link = ExecutorLink(peer, model.engine_config())
         self._journal = Journal(config.record) if config.record is not None else None
         self.engine = Engine(model, self._link, self._journal)
-        self.server = Server(config.host, config.port)
+        names = PeerNames(config.tls_client_names, config.admin_names, ADMIN_SERVICE, OPEN_QUESTIONS)
+        admit = names.admit if config.tls_client_ca is not None else None
+        self.server = Server(config.host, config.port, access=config.access(admit))
         if max_pending_bytes is None:
             max_pending_bytes = pending_limit_bytes(config.most_scores_bytes)
         servicer = EngineServicer(self.engine, max_pending_bytes)

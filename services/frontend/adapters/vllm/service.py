@@ -24,6 +24,7 @@ from services.frontend.adapters.vllm.paths import named_as_theirs
 from services.frontend.adapters.vllm.replies import Replies
 from services.frontend.adapters.vllm.tokenizer_files import TokenizerFiles
 from services.frontend.answer import Answer
+from services.frontend.auth.identity import caller
 from services.frontend.calls import Calls
 from services.frontend.door import DOOR as OWN_DOOR
 from services.frontend.engine import Scores
@@ -32,6 +33,7 @@ from services.frontend.engine_client import EngineClient
 from services.frontend.grammar_check import GrammarCheck
 from services.frontend.intake import Intake
 from services.frontend.patience import Patience
+from services.frontend.quotas import Quotas
 from services.frontend.request import Delta, EngineFacts, Job, Limits
 from services.frontend.request_id import greet, new_id, tell
 from services.frontend.running import Call, Context, Runner
@@ -56,6 +58,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         calls: Calls,
         grammars: GrammarCheck,
         limits: Limits,
+        quotas: Quotas,
     ) -> None:
         self._model = model
         self._engine = engine
@@ -63,7 +66,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         self._calls = calls
         self._limits = limits
         self._intake = Intake(model, grammars, limits)
-        self._runner = Runner(engine)
+        self._runner = Runner(engine, quotas)
         self._running = RunningCalls()
         self._server = ServerFacts()
         self._told = ModelFacts(model)
@@ -72,7 +75,8 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Ids for ids, or for text; in chunks or at the end."""
         self._server.received()
-        with self._calls.entered(), self._running.entered(request.request_id) as running, named_as_theirs(request):
+        entered = self._running.entered(request.request_id, caller())
+        with self._calls.entered(), entered as running, named_as_theirs(request):
             call = Call(new_id(), tenant_of(context), context)
             job = await self._prepare(request)
             await self._answer(job, call, running, stream=request.stream)
@@ -111,10 +115,10 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
             patience.close()
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        """Ends the calls of these ids, which end with finish_reason "abort"; unknown ids are nobody's."""
+        """Ends the caller's calls of these ids, which end with finish_reason "abort"; unknown ids are nobody's."""
         DOOR.check(request)
         for request_id in request.request_ids:
-            self._running.abort(request_id)
+            self._running.abort(request_id, caller())
         return pb.AbortResponse()
 
     async def HealthCheck(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:
