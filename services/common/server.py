@@ -137,12 +137,8 @@ class Server:
         if self._access.reflection:
             reflection.enable_server_reflection((*services, Health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc)
         credentials = self._access.tls.credentials() if self._access.tls is not None else None
-        if credentials is None and not is_loopback(self._host):
-            log.warning(
-                "listening on %s in plain text: whoever reaches the port reads prompts and answers; set tls_cert and "
-                "tls_key, or keep others away (docs/security.md)",
-                self._host,
-            )
+        if credentials is None:
+            warn_of_plain_text(self._host)
         self.port = self._listen(self.grpc, self.port, "--port", credentials)
         if self._probes is not None and self._access.health_port is not None:
             self._listen(self._probes, self._access.health_port, "--health-port", None)
@@ -204,3 +200,13 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def warn_of_plain_text(host: str) -> None:
+    """Where others than this machine's users can listen in."""
+    if not is_loopback(host):
+        log.warning(
+            "listening on %s in plain text: whoever is between reads prompts and answers; set tls_cert and tls_key, or "
+            "keep others away (docs/security.md)",
+            host,
+        )
