@@ -48,7 +48,7 @@ class Stack:
 
     async def ids(self, **options: Any) -> list[int]:
         """Of a greedy answer."""
-        call = self.stub.Generate(by_ids(PROMPT, greedy(max_tokens=8, ignore_eos=True, **options)), timeout=30)
+        call = self.stub.Generate(by_ids(PROMPT, greedy(max_tokens=8, ignore_eos=True, seed=7, **options)), timeout=30)
         return [i async for message in call for choice in message.choices for i in choice.token_ids]
 
 
@@ -117,7 +117,7 @@ async def test_what_an_engine_has_not_listed_is_not_asked_of_it(model: Path, exp
     """An engine without any feature: answers come, what needs a feature is refused, and no trace goes along."""
     async with stack(model, engine=with_fields("EngineHello", features=[])) as made:
         trace = (("traceparent", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"),)
-        request = by_ids(PROMPT, greedy(max_tokens=8, ignore_eos=True))
+        request = by_ids(PROMPT, greedy(max_tokens=8, ignore_eos=True, seed=7))
         call = made.stub.Generate(request, metadata=trace)
         assert [i async for message in call for choice in message.choices for i in choice.token_ids] == expected
         submits: list[Any] = [m for m in made.engine.seen if m.WhichOneof("message") == "submit"]  # type: ignore[attr-defined]
