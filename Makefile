@@ -6,6 +6,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 
+# In an environment of their own: they and what they need are no part of Triptych.
+AUDIT := build/audit
+AUDIT_PACKAGES := pip-audit==2.10.1 cyclonedx-bom==7.5.0
+
 PLOTTED := bench_serve bench_scheduler
 
 CLIENT_PACKAGES := $(sort $(shell sed -n 's/^\# *apt-get install //p' clients/*/build.sh))
@@ -18,7 +22,7 @@ override PROMPT := $(value PROMPT)# so that a dollar sign in a question stays on
 export PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help install model run test test-slow compiler test-tools lint bench kernels gpu-check clean
+.PHONY: help install model run test test-slow compiler test-tools lint audit sbom bench kernels gpu-check clean
 
 help: ## list the tasks
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,9 +53,11 @@ compiler: ## install g++, with which the tests run the CUDA kernels on the CPU (
 	@command -v g++ >/dev/null || { echo "installing with apt-get: g++"; apt-get update -q && \
 		apt-get install -qy --no-install-recommends g++; }
 
-test-tools: ## install what the slow tests of the Node, Go, Java and C++ examples need (Debian, as root)
+test-tools: ## install what the slow tests of proxies and of Node, Go, Java and C++ need (Debian, as root)
 	@missing=; for package in $(CLIENT_PACKAGES); do dpkg -s $$package >/dev/null 2>&1 || missing="$$missing $$package"; done; \
 	command -v npm >/dev/null || missing="$$missing nodejs npm"; \
+	command -v nginx /usr/sbin/nginx >/dev/null || missing="$$missing nginx-light"; \
+	command -v haproxy /usr/sbin/haproxy >/dev/null || missing="$$missing haproxy"; \
 	test -z "$$missing" || { echo "installing with apt-get:$$missing"; apt-get update -q && \
 		apt-get install -qy --no-install-recommends $$missing; }
 
@@ -68,6 +74,23 @@ bench: model ## run every benchmark, redraw docs/bench_*.svg
 		case " $(PLOTTED) " in *" $$name "*) plot="--plot docs/$$name.svg";; esac; \
 		echo "== $$file"; $(BIN)/python -m "loadtest.$$name" $$plot || exit; \
 	done
+
+audit: $(AUDIT)/.installed ## look the pinned dependencies up in the database of known vulnerabilities (needs the network)
+	@code=0; $(AUDIT)/bin/pip-audit --no-deps --disable-pip -r constraints.txt || code=$$?; \
+	if test $$code -gt 1; then echo "make: the database of vulnerabilities was not reached; nothing is known" >&2; fi; \
+	exit $$code
+
+sbom: install $(AUDIT)/.installed ## write build/sbom.json, a CycloneDX list of what is in .venv
+	@mkdir -p build
+	$(AUDIT)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --of JSON -o build/sbom.json $(BIN)/python
+	@echo "wrote build/sbom.json"
+
+$(AUDIT)/.installed: Makefile
+	@test -n "$(PYTHON)" || { echo "make: Python 3.11 or newer is needed; name one with PYTHON=..." >&2; exit 1; }
+	test -x $(AUDIT)/bin/pip || $(PYTHON) -m venv $(AUDIT)
+	@$(AUDIT)/bin/pip --disable-pip-version-check install -q $(AUDIT_PACKAGES) || \
+		{ echo "make: the auditing tools cannot be installed; they need a package index" >&2; exit 1; }
+	@touch $@
 
 kernels: install ## compile the CUDA kernels into build/kernels (no GPU needed)
 	$(BIN)/python -m kernels.build --out build/kernels

@@ -64,7 +64,7 @@ def listeners(process: psutil.Process) -> Iterator[str]:
     for one in (process, *process.children(recursive=True)):
         for connection in one.net_connections("inet"):
             if connection.status == psutil.CONN_LISTEN or (connection.type == 2 and not connection.raddr):
-                yield str(connection.laddr.ip)
+                yield str(connection.laddr.ip).removeprefix("::ffff:")  # of IPv4, as gRPC's sockets say it
 
 
 def beyond_loopback(cluster: Cluster) -> dict[str, set[str]]:
@@ -107,7 +107,7 @@ def test_P5_one_that_is_told_to_is_seen_by_this_test_and_says_so(tmp_path: Path)
     cluster = Cluster(model, tmp_path, {"frontend": ["--host", "0.0.0.0"]})
     try:
         cluster.start()
-        assert beyond_loopback(cluster)["frontend"] == {"0.0.0.0"}
+        assert beyond_loopback(cluster)["frontend"] in ({"0.0.0.0"}, {"::"})
         assert "in plain text" in cluster.log("frontend")
         assert "auth is off" in cluster.log("frontend")
     finally:
