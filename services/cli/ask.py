@@ -33,6 +33,9 @@ _OPTIONS: dict[str, tuple[type, str]] = {
     "seed": (int, "equal seeds, equal answers"),
 }
 
+_TLS_WORDS = ("andshake", "SSL", "Peer name", "certificate")
+"""Of gRPC's messages where a server is there and TLS with it fails."""
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Flags of a generation, named like the options of the contract."""
@@ -176,7 +179,7 @@ def _speed(shown: Shown, started_s: float, first_s: float, last_s: float) -> str
 
 def for_people(error: TriptychError, address: str) -> StartError:
     """One line that says what to do."""
-    if error.code.name == "UNAVAILABLE" and not error.reason and "handshake" in str(error).lower():
+    if error.code.name == "UNAVAILABLE" and not error.reason and any(word in str(error) for word in _TLS_WORDS):
         return StartError(f"no TLS with {address}: {error}; look at --tls-ca, --tls-cert and --tls-server-name")
     if error.code.name == "UNAUTHENTICATED":
         return StartError(f"{error}; give it in the variable {TOKEN_VARIABLE}, or with --token")

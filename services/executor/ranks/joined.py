@@ -42,7 +42,7 @@ def run(path: Path, settings: ExecutorConfig, threads: Threads) -> None:
 
 
 async def _serve(path: Path, settings: ExecutorConfig, threads: Threads) -> None:
-    server = Server(settings.host, settings.port)
+    server = Server(settings.host, settings.port, access=settings.access())
     await server.start([])
     await server.health.set_ready(True)
     log.info("serving health of rank %d on %s:%d", settings.tp_rank, settings.host, server.port)
