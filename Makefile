@@ -7,6 +7,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 PHOENIX := .venv-phoenix
 
+# In an environment of their own: they and what they need are no part of Triptych.
+AUDIT := build/audit
+AUDIT_PACKAGES := pip-audit==2.10.1 cyclonedx-bom==7.5.0
+
 PLOTTED := bench_serve bench_scheduler
 
 CLIENT_PACKAGES := $(sort $(shell sed -n 's/^\# *apt-get install //p' clients/*/build.sh))
@@ -23,7 +27,7 @@ VARIANT ?= cpu
 TAG ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help install model run test test-slow compiler test-tools lint bench kernels gpu-check images clean
+.PHONY: help install model run test test-slow compiler test-tools lint audit sbom bench kernels gpu-check images clean
 
 help: ## list the tasks
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,13 +58,15 @@ compiler: ## install g++, with which the tests run the CUDA kernels on the CPU (
 	@command -v g++ >/dev/null || { echo "installing with apt-get: g++"; apt-get update -q && \
 		apt-get install -qy --no-install-recommends g++; }
 
-test-tools: ## install what the slow tests of the Node, Go, Java and C++ examples, of metrics and images need (Debian, as root)
+test-tools: ## install what the slow tests of the Node, Go, Java and C++ examples, proxies, metrics and images need (Debian, as root)
 	test -x $(PHOENIX)/bin/phoenix || { $(PYTHON) -m venv $(PHOENIX) && \
 		$(PHOENIX)/bin/python -m pip --disable-pip-version-check install -q arize-phoenix==20.26.1; }
 	@missing=; for package in $(CLIENT_PACKAGES) prometheus; do dpkg -s $$package >/dev/null 2>&1 || missing="$$missing $$package"; done; \
 	command -v npm >/dev/null || missing="$$missing nodejs npm"; \
 	command -v buildah >/dev/null || missing="$$missing buildah"; \
 	command -v mmdebstrap >/dev/null || missing="$$missing mmdebstrap"; \
+	command -v nginx /usr/sbin/nginx >/dev/null || missing="$$missing nginx-light"; \
+	command -v haproxy /usr/sbin/haproxy >/dev/null || missing="$$missing haproxy"; \
 	test -z "$$missing" || { echo "installing with apt-get:$$missing"; apt-get update -q && \
 		apt-get install -qy --no-install-recommends $$missing; }
 
@@ -77,6 +83,21 @@ bench: model ## run every benchmark, redraw docs/bench_*.svg
 		case " $(PLOTTED) " in *" $$name "*) plot="--plot docs/$$name.svg";; esac; \
 		echo "== $$file"; $(BIN)/python -m "loadtest.$$name" $$plot || exit; \
 	done
+
+audit: $(AUDIT)/.installed ## look the pinned dependencies up in the database of known vulnerabilities (needs the network)
+	@$(PYTHON) .ci/audit $(AUDIT)/bin/pip-audit constraints.txt
+
+sbom: install $(AUDIT)/.installed ## write build/sbom.json, a CycloneDX list of what is in .venv
+	@mkdir -p build
+	$(AUDIT)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --of JSON -o build/sbom.json $(BIN)/python
+	@echo "wrote build/sbom.json"
+
+$(AUDIT)/.installed: Makefile
+	@test -n "$(PYTHON)" || { echo "make: Python 3.11 or newer is needed; name one with PYTHON=..." >&2; exit 1; }
+	test -x $(AUDIT)/bin/pip || $(PYTHON) -m venv $(AUDIT)
+	@$(AUDIT)/bin/pip --disable-pip-version-check install -q $(AUDIT_PACKAGES) || \
+		{ echo "make: the auditing tools cannot be installed; they need a package index" >&2; exit 1; }
+	@touch $@
 
 kernels: install ## compile the CUDA kernels into build/kernels (no GPU needed)
 	$(BIN)/python -m kernels.build --out build/kernels

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from services.cli.access_flags import TOKEN_VARIABLE, access_of, add_access_flags
 from services.cli.grammar_flags import add_grammar_flags, grammar_of
 from services.cli.logprobs_shown import show_logprobs
 from services.cli.parts import part
@@ -32,10 +33,14 @@ _OPTIONS: dict[str, tuple[type, str]] = {
     "seed": (int, "equal seeds, equal answers"),
 }
 
+_TLS_WORDS = ("andshake", "SSL", "Peer name", "certificate")
+"""Of gRPC's messages where a server is there and TLS with it fails."""
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Flags of a generation, named like the options of the contract."""
     parser.add_argument("--address", default=DEFAULT_ADDRESS, help="of the frontend (%(default)s)")
+    add_access_flags(parser)
     parser.add_argument("--model", default="", help="name to ask for; by default the one served there")
     parser.add_argument("--timeout-s", type=float, metavar="S", help="deadline of an answer; by default none")
     for name, (kind, text) in _OPTIONS.items():
@@ -78,10 +83,22 @@ def _ids(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of ids such as 5,17") from None
 
 
-def client(address: str, *, model: str = "", timeout_s: float | None = None) -> Client:
-    """Raises StartError where the client package is not installed."""
+def client(address: str) -> Client:
+    """In plain text. Raises StartError where the client package is not installed."""
     package = part("triptych_client", extra="cli", what="talking to a model")
-    made: Client = package.Client(address, model=model, timeout_s=timeout_s)
+    made: Client = package.Client(address)
+    return made
+
+
+def client_of(parsed: argparse.Namespace) -> Client:
+    """As the flags say. Raises StartError, also for files of TLS and tokens that cannot be used."""
+    package = part("triptych_client", extra="cli", what="talking to a model")
+    try:
+        made: Client = package.Client(
+            parsed.address, model=parsed.model, timeout_s=parsed.timeout_s, **access_of(parsed)
+        )
+    except ValueError as error:
+        raise StartError(str(error)) from None
     return made
 
 
@@ -162,8 +179,15 @@ def _speed(shown: Shown, started_s: float, first_s: float, last_s: float) -> str
 
 def for_people(error: TriptychError, address: str) -> StartError:
     """One line that says what to do."""
+    if error.code.name == "UNAVAILABLE" and not error.reason and any(word in str(error) for word in _TLS_WORDS):
+        return StartError(f"no TLS with {address}: {error}; look at --tls-ca, --tls-cert and --tls-server-name")
+    if error.code.name == "UNAUTHENTICATED":
+        return StartError(f"{error}; give it in the variable {TOKEN_VARIABLE}, or with --token")
     if error.code.name == "UNAVAILABLE" and not error.reason:
-        return StartError(f"nothing answers at {address}; start a server with `triptych up`, or give --address")
+        return StartError(
+            f"nothing answers at {address}; start a server with `triptych up`, or give --address (and --tls-ca where "
+            "it speaks TLS)"
+        )
     if error.code.name == "UNIMPLEMENTED" and not error.reason:
         return StartError(f"{address} answers, but it is no frontend of Triptych; give the frontend's --address")
     retry = f" (try again in {error.retry_after_s:g} s)" if error.retry_after_s is not None else ""

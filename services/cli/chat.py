@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from services.cli.ask import Shown, add_options, client, for_people, options_of, show
+from services.cli.ask import Shown, add_options, client_of, for_people, options_of, show
 from services.common.errors import StartError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def run(argv: Sequence[str]) -> int:
     add_options(parser)
     parsed = parser.parse_args(argv)
     with asyncio.Runner() as runner:
-        chat = _Chat(runner, client(parsed.address, model=parsed.model, timeout_s=parsed.timeout_s), parsed)
+        chat = _Chat(runner, client_of(parsed), parsed)
         try:
             if parsed.prompt is None:
                 chat.converse()

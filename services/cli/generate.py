@@ -7,7 +7,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from services.cli.ask import Shown, add_options, client, for_people, options_of, show, show_choices
+from services.cli.ask import Shown, add_options, client_of, for_people, options_of, show, show_choices
 from services.cli.prompt_shown import show_prompt
 from services.common.errors import StartError
 
@@ -31,7 +31,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 async def _generate(prompt: str, parsed: argparse.Namespace) -> None:
-    async with client(parsed.address, model=parsed.model, timeout_s=parsed.timeout_s) as connection:
+    async with client_of(parsed) as connection:
         from triptych_client import TriptychError
 
         try:

@@ -108,7 +108,7 @@ async def _serve(plan: Plan, processes: Processes, stop: asyncio.Event, startup:
 
 async def _begin(plan: Plan, processes: Processes, startup: Startup) -> None:
     """Waits for the engine, then for the gateway, says how to call them, and answers --prompt. Raises StartError."""
-    await wait_ready(plan.addresses, _say, startup.done)
+    await wait_ready(plan.probes, _say, startup.done)
     http = "" if plan.gateway is None else await _start_gateway(plan, processes)
     if http:
         startup.done("the gateway finds the frontend")
@@ -120,7 +120,8 @@ async def _begin(plan: Plan, processes: Processes, startup: Startup) -> None:
         return
     if plan.prompt is not None:
         await _answer(address, plan.prompt)
-    print(examples(address, plan.served_name), flush=True)
+    told = examples(address, plan.served_name) if plan.is_open else secured_example(address, plan.served_name)
+    print(told, flush=True)
     if http:
         print(http_example(http, plan.served_name), flush=True)
 
@@ -166,6 +167,17 @@ def examples(address: str, served_name: str) -> str:
 
   asyncio.run(main())
   END
+"""
+
+
+def secured_example(address: str, served_name: str) -> str:
+    """The same, of a server that asks for TLS or a token."""
+    return f"""
+{served_name} is served on {address}; Ctrl-C ends it. From another terminal:
+
+  TRIPTYCH_TOKEN=... {shell_name("triptych")} chat --address {address} --tls-ca FILE "Why is the sky blue?"
+
+The token where auth is on, --tls-ca where TLS is; --tls-cert and --tls-key where certificates are asked for.
 """
 
 

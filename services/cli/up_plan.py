@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from services.cli import gateway
+from services.cli import gateway, up_tls
 from services.cli.parts import config_type
 from services.cli.processes import Command
 from services.common import checkpoint
@@ -36,6 +36,8 @@ class Plan:
     commands: Mapping[str, Command]
     addresses: Mapping[str, str]
     """By service, as reached from this machine."""
+    probes: Mapping[str, str]
+    """By service, where its health is told in plain text."""
     prompt: str | None
     ready_json: bool
     """Whether a program reads standard output: one JSON line once a token can be made, one when a service has ended."""
@@ -45,6 +47,11 @@ class Plan:
     """HOST:PORT that HTTP is to be served on, "" for a free port; None: no gateway."""
     served_name: str = ""
     """What requests call the model; known once its folder is."""
+
+    @property
+    def is_open(self) -> bool:
+        """Clients need neither TLS nor a token."""
+        return not up_tls.is_secured(self.configs["frontend"])
 
 
 def read(argv: Sequence[str]) -> Plan:
@@ -64,12 +71,14 @@ def read(argv: Sequence[str]) -> Plan:
         if name in _PEERS:
             flag, peer = _PEERS[name]
             flags[name] += [f"--{flag}", addresses[peer]]
+    configs = {name: resolved[name].config for name in SERVICES}
+    up_tls.refuse(configs, prompt=options.prompt is not None, gateway=options.gateway is not None)
+    probes = {name: f"{hosts[name]}:{up_tls.probe_port(configs[name], flags[name], ports[name])}" for name in SERVICES}
     commands = {
         name: Command(name, tuple(flags[name]), resolved[name].config.drain_s + STOP_MARGIN_S) for name in SERVICES
     }
-    configs = {name: resolved[name].config for name in SERVICES}
     listen = _gateway(options.gateway, resolved["frontend"].config)
-    return Plan(configs, commands, addresses, options.prompt, options.ready_json, options.parent, listen)
+    return Plan(configs, commands, addresses, probes, options.prompt, options.ready_json, options.parent, listen)
 
 
 def _gateway(asked: str | None, frontend: ServiceConfig) -> str | None:

@@ -30,6 +30,9 @@ from pydantic import (
 from pydantic_settings import BaseSettings, CliSettingsSource, EnvSettingsSource, SettingsConfigDict, SettingsError
 
 from services.common.errors import StartError
+from services.common.guard import Admission
+from services.common.server import Access
+from services.common.tls import PeerTls, ServerTls
 
 SERVICES = ("frontend", "scheduler", "executor")
 
@@ -80,6 +83,20 @@ class ServiceConfig(BaseModel):
         le=1,
         description="share of the traces that begin here which is kept; one that a caller began is kept as it says",
     )
+    tls_cert: Path | None = Field(
+        None, description="PEM file of this server's certificate and those up to its CA; unset: plain text"
+    )
+    tls_key: Path | None = Field(None, description="PEM file of its key; both are read again when they change")
+    tls_client_ca: Path | None = Field(
+        None, description="PEM file of the CAs of which a client must show a certificate (mTLS); unset: of none"
+    )
+    health_port: int | None = Field(
+        None,
+        ge=1,
+        le=65535,
+        description="port that tells health alone, in plain text, to probes that speak no TLS; unset: none",
+    )
+    reflection: bool = Field(True, description="whether gRPC reflection tells the contract to everybody who asks")
 
     @field_validator("*", mode="before")
     @classmethod
@@ -101,6 +118,72 @@ class ServiceConfig(BaseModel):
         if self.otlp_ca is not None and not (self.otlp_endpoint or "").startswith("https://"):
             raise ValueError("otlp_ca is set, but otlp_endpoint is no https:// URL; only TLS has certificates")
         return self
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            given, missing = ("tls_cert", "tls_key") if self.tls_key is None else ("tls_key", "tls_cert")
+            raise ValueError(f"{given} is set without {missing}; TLS needs both")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError(
+                "tls_client_ca is set without tls_cert and tls_key; clients show certificates over TLS alone"
+            )
+        return self
+
+    def tls(self) -> ServerTls | None:
+        """Of the listener; None: plain text."""
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        return ServerTls(self.tls_cert, self.tls_key, self.tls_client_ca)
+
+    def access(self, admit: Admission | None = None) -> Access:
+        """To the listener."""
+        return Access(self.tls(), self.health_port, self.reflection, admit)
+
+
+class InternalConfig(BaseModel):
+    """Fields of a service whose callers are other services."""
+
+    tls_client_names: tuple[str, ...] = Field(
+        (),
+        description="names (DNS or URI) of which a caller's certificate must have one; unset: any certificate of "
+        "tls_client_ca",
+    )
+
+    @model_validator(mode="after")
+    def _names_are_of_certificates(self) -> Self:
+        for key in ("tls_client_names", "admin_names"):
+            if getattr(self, key, ()) and getattr(self, "tls_client_ca", None) is None:
+                raise ValueError(f"{key} is set without tls_client_ca; a caller's name is in its certificate")
+        return self
+
+
+class DialsConfig(BaseModel):
+    """Fields of a service that dials another."""
+
+    peer_ca: Path | None = Field(
+        None, description="PEM file of the CAs that the service it dials may have a certificate of; unset: plain text"
+    )
+    peer_cert: Path | None = Field(None, description="PEM file of the certificate that it shows there (mTLS)")
+    peer_key: Path | None = Field(None, description="PEM file of that one's key")
+    peer_server_name: str = Field(
+        "", description="name that the certificate there must have; unset: the host that is dialled"
+    )
+
+    @model_validator(mode="after")
+    def _peer_tls_is_whole(self) -> Self:
+        if (self.peer_cert is None) != (self.peer_key is None):
+            given, missing = ("peer_cert", "peer_key") if self.peer_key is None else ("peer_key", "peer_cert")
+            raise ValueError(f"{given} is set without {missing}; a certificate needs its key")
+        if self.peer_ca is None and (self.peer_cert is not None or self.peer_server_name):
+            raise ValueError("peer_cert or peer_server_name is set without peer_ca; TLS begins with whom to trust")
+        return self
+
+    def peer_tls(self) -> PeerTls | None:
+        """Of the channel; None: plain text."""
+        if self.peer_ca is None:
+            return None
+        return PeerTls(self.peer_ca, self.peer_cert, self.peer_key, self.peer_server_name)
 
 
 def host_port(value: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import signal
 import socket
@@ -14,7 +15,9 @@ import grpc
 from grpc_reflection.v1alpha import reflection
 
 from services.common.errors import ErrorInterceptor, StartError
+from services.common.guard import Admission, Guard
 from services.common.health import Health
+from services.common.tls import ServerTls
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +49,17 @@ class ConnectionAge:
             ("grpc.max_connection_age_ms", round(self.most_s * 1000)),
             ("grpc.max_connection_age_grace_ms", round(self.grace_s * 1000)),
         ]
+
+
+@dataclass(frozen=True)
+class Access:
+    """How a server is reached: plain text without `tls`. `health_port` tells health alone, in plain text, to probes
+    that speak no TLS. `admit` lets calls in; health and reflection are open."""
+
+    tls: ServerTls | None = None
+    health_port: int | None = None
+    reflection: bool = True
+    admit: Admission | None = None
 
 
 def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES, *, shares_port: bool = False) -> list[tuple[str, Any]]:
@@ -105,33 +119,49 @@ class Server:
         shares_port: bool = False,
         connection_age: ConnectionAge | None = None,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        access: Access | None = None,
     ) -> None:
+        self._access = access or Access()
         options = server_options(max_message_bytes, shares_port=shares_port)
         if connection_age is not None:
             options += connection_age.options()
-        self.grpc = grpc.aio.server(interceptors=[*interceptors, ErrorInterceptor()], options=options)
+        guards = [Guard(self._access.admit)] if self._access.admit is not None else []
+        self.grpc = grpc.aio.server(interceptors=[*interceptors, ErrorInterceptor(), *guards], options=options)
         self._shares_port = shares_port
         self.health = Health()
         self.health.add_to(self.grpc)
         self._host = host
-        self._address = f"{host}:{port}" if ":" not in host else f"[{host}]:{port}"
         self.port = port
+        self._probes = self._health_server() if self._access.health_port is not None else None
 
     async def start(self, services: Sequence[str]) -> None:
         """Listens. `services` are full names for reflection. Raises StartError when the address cannot be bound."""
-        names = (*services, Health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self.grpc)
-        try:
-            if not self._shares_port:
-                free_port(self._host, self.port)  # says why not in one line; gRPC would write several
-            self.port = self.grpc.add_insecure_port(self._address)
-        except (OSError, RuntimeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "the port was taken a moment ago"
-            raise StartError(
-                f"cannot listen on {self._address}: {reason}; choose another with --host and --port"
-            ) from None
+        if self._access.reflection:
+            reflection.enable_server_reflection((*services, Health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc)
+        credentials = self._access.tls.credentials() if self._access.tls is not None else None
+        if credentials is None:
+            warn_of_plain_text(self._host)
+        self.port = self._listen(self.grpc, self.port, "--port", credentials)
+        if self._probes is not None and self._access.health_port is not None:
+            self._listen(self._probes, self._access.health_port, "--health-port", None)
+            await self._probes.start()
         await self.grpc.start()
         await self.health.set_live(True)
+
+    def _health_server(self) -> grpc.aio.Server:
+        server = grpc.aio.server(options=server_options(shares_port=self._shares_port))
+        self.health.add_to(server)
+        return server
+
+    def _listen(self, server: grpc.aio.Server, port: int, flag: str, tls: grpc.ServerCredentials | None) -> int:
+        address = f"{self._host}:{port}" if ":" not in self._host else f"[{self._host}]:{port}"
+        try:
+            if not self._shares_port:
+                free_port(self._host, port)  # says why not in one line; gRPC would write several
+            return server.add_insecure_port(address) if tls is None else server.add_secure_port(address, tls)
+        except (OSError, RuntimeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "the port was taken a moment ago"
+            raise StartError(f"cannot listen on {address}: {reason}; choose another with --host and {flag}") from None
 
     async def run(self, drain: Callable[[], Awaitable[None]], *, drain_s: float) -> None:
         """Serves until SIGTERM or SIGINT, then drains.
@@ -161,4 +191,24 @@ class Server:
         """Closes the listener and cuts what is open."""
         await self.health.set_live(False)
         await self.grpc.stop(grace=0.2)
+        if self._probes is not None:
+            await self._probes.stop(grace=None)
         log.info("stopped")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens there."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def warn_of_plain_text(host: str) -> None:
+    """Where others than this machine's users can listen in."""
+    if not is_loopback(host):
+        log.warning(
+            "listening on %s in plain text: whoever is between reads prompts and answers; set tls_cert and tls_key, or "
+            "keep others away (docs/security.md)",
+            host,
+        )

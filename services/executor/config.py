@@ -8,10 +8,10 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from services.common.config import Address, ServiceConfig
+from services.common.config import Address, InternalConfig, ServiceConfig
 
 
-class ExecutorConfig(ServiceConfig):
+class ExecutorConfig(InternalConfig, ServiceConfig):
     """Fields of `triptych executor`."""
 
     service: ClassVar[str] = "executor"

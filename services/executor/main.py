@@ -14,6 +14,7 @@ from triptych.executor.v1 import executor_pb2_grpc
 
 from services.common import checkpoint, collector, config, logs
 from services.common.errors import StartError
+from services.common.peer_names import PeerNames
 from services.common.server import Server
 from services.common.startup import Startup
 from services.common.telemetry.metrics import open_metrics
@@ -161,7 +162,9 @@ def _threads(settings: ExecutorConfig) -> memory.Threads:
 
 
 async def _serve(executor: Executor, settings: ExecutorConfig, startup: Startup) -> None:
-    server = Server(settings.host, settings.port)
+    names = PeerNames(settings.tls_client_names)
+    admit = names.admit if settings.tls_client_ca is not None else None
+    server = Server(settings.host, settings.port, access=settings.access(admit))
     tracer = open_tracer(settings)
     spans = StepSpans(tracer) if tracer is not None else None
     servicer = ExecutorServicer(executor, server.health, startup, spans)

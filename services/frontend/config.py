@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from services.common.config import Address, ServiceConfig
-from services.common.server import ConnectionAge
+from services.common.config import Address, DialsConfig, ServiceConfig
+from services.common.server import ConnectionAge, is_loopback
 from services.frontend.grammar_check import Budget as GrammarBudget
+from services.frontend.quotas import Quota
 from services.frontend.request import Limits
 from services.frontend.template_processes import Budget as TemplateBudget
 
 
-class FrontendConfig(ServiceConfig):
+class FrontendConfig(DialsConfig, ServiceConfig):
     """What a frontend is told: where the engine is, whose tokenizer it uses, and what a request may ask for."""
 
     service: ClassVar[str] = "frontend"
@@ -153,6 +156,72 @@ class FrontendConfig(ServiceConfig):
         description="seconds that a message may wait for the client to take it before its call ends",
     )
 
+    auth: Literal["off", "tokens", "jwt", "mtls"] = Field(
+        "off",
+        description="how callers show who they are: tokens: bearer tokens whose hashes auth_tokens holds; jwt: bearer "
+        "tokens that an issuer has signed; mtls: certificates of tls_client_ca; off: not at all, and a tenant is what "
+        "a caller calls itself",
+    )
+    auth_tokens: Path | None = Field(
+        None, description="YAML file of tokens' SHA-256, each with its tenant; read again when it changes"
+    )
+    auth_names: Path | None = Field(
+        None,
+        description="YAML file of names in certificates, each with its tenant; read again when it changes; unset: a "
+        "caller's tenant is the first URI of its certificate, else the first name",
+    )
+    jwt_issuer: str | None = Field(None, min_length=1, description="iss that a JWT must have")
+    jwt_audience: str | None = Field(None, min_length=1, description="aud that a JWT must have")
+    jwt_keys: str | None = Field(
+        None, min_length=1, description="the issuer's JWKS: a file, or a URL (https, or http of loopback)"
+    )
+    jwt_algorithms: tuple[
+        Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "EdDSA"], ...
+    ] = Field(("RS256", "ES256"), min_length=1, description="algorithms that a JWT may be signed by")
+    jwt_tenant_claim: str = Field("sub", min_length=1, description="claim of a JWT that is the caller's tenant")
+    jwt_roles_claim: str = Field("roles", min_length=1, description="claim that lists the caller's roles")
+    jwt_leeway_s: float = Field(30.0, ge=0, le=600, description="seconds that clocks may differ, for exp, nbf and iat")
+    tenant_requests_per_s: float | None = Field(
+        None, gt=0, description="requests a second that a tenant may send to each frontend process; unset: any number"
+    )
+    tenant_burst_requests: int = Field(
+        20, ge=1, description="requests that may come at once, after a pause, within tenant_requests_per_s"
+    )
+    tenant_tokens_per_min: float | None = Field(
+        None,
+        gt=0,
+        description="tokens a minute, of prompts and answers, that a tenant may use at each frontend process; a tenant "
+        "that has used more waits until they are made up for; unset: any number",
+    )
+    tenant_burst_tokens: int = Field(
+        100_000, ge=1, description="tokens that may be used at once, after a pause, within tenant_tokens_per_min"
+    )
+    tenant_max_requests: int | None = Field(
+        None, ge=1, description="requests of a tenant that may run at once in each frontend process; unset: any number"
+    )
+
+    @model_validator(mode="after")
+    def _auth_is_whole(self) -> Self:
+        of_method = {"tokens": ("auth_tokens",), "jwt": ("jwt_issuer", "jwt_audience", "jwt_keys")}
+        for method, keys in of_method.items():
+            for key in keys:
+                if self.auth == method and getattr(self, key) is None:
+                    raise ValueError(f"auth is {method}, and {key} is not set; it needs {', '.join(keys)}")
+                if self.auth != method and getattr(self, key) is not None:
+                    raise ValueError(f"{key} is set, but auth is {self.auth}; set auth to {method}, or leave it out")
+        if self.auth == "mtls" and self.tls_client_ca is None:
+            raise ValueError("auth is mtls, and tls_client_ca is not set; it says whose certificates are taken")
+        if self.auth_names is not None and self.auth != "mtls":
+            raise ValueError(f"auth_names is set, but auth is {self.auth}; set auth to mtls, or leave it out")
+        return self
+
+    @field_validator("jwt_keys")
+    @classmethod
+    def _keys_come_safely(cls, value: str | None) -> str | None:
+        if value is not None and value.startswith("http://") and not is_loopback(urlsplit(value).hostname or ""):
+            raise ValueError("whoever is between could give keys of his own; use https")
+        return value
+
     @field_validator("max_prompt_bytes")
     @classmethod
     def _fits_a_message(cls, prompt_bytes: int, info: ValidationInfo) -> int:
@@ -167,6 +236,16 @@ class FrontendConfig(ServiceConfig):
         if self.max_connection_age_s is None:
             return None
         return ConnectionAge(self.max_connection_age_s, self.max_connection_age_grace_s)
+
+    def quota(self) -> Quota:
+        """Of a tenant."""
+        return Quota(
+            requests_per_s=self.tenant_requests_per_s,
+            burst_requests=self.tenant_burst_requests,
+            tokens_per_s=None if self.tenant_tokens_per_min is None else self.tenant_tokens_per_min / 60,
+            burst_tokens=self.tenant_burst_tokens,
+            max_requests=self.tenant_max_requests,
+        )
 
     def template_budget(self) -> TemplateBudget:
         """Of rendering a chat."""

@@ -11,7 +11,7 @@ from triptych.engine.v1 import admin_pb2, admin_pb2_grpc
 
 from services.common.digests import DIGEST_BYTES
 from services.common.errors import RequestError, unavailable
-from services.common.server import channel_options
+from services.common.peer import Peer
 
 TIMEOUT_S = 5.0
 """Of one question; no answer to any takes an engine more than a step."""
@@ -74,14 +74,12 @@ class KvBatch:
 class EngineAdmin:
     """AdminService of the engine. All methods raise RequestError, UNAVAILABLE where the engine does not answer."""
 
-    def __init__(self, target: str) -> None:
-        self._target = target
-        self._channel: grpc.aio.Channel | None = None
+    def __init__(self, peer: Peer | str) -> None:
+        self._peer = Peer(peer) if isinstance(peer, str) else peer
 
     async def close(self) -> None:
         """Ends what is open."""
-        if self._channel is not None:
-            await self._channel.close()
+        await self._peer.close()
 
     async def load(self) -> Load:
         """As it is now."""
@@ -122,9 +120,7 @@ class EngineAdmin:
         raise unavailable("NO_ENGINE", "the engine has ended the stream of its cache's events; subscribe again")
 
     def _stub(self) -> admin_pb2_grpc.AdminServiceAsyncStub:
-        if self._channel is None:
-            self._channel = grpc.aio.insecure_channel(self._target, options=channel_options())
-        return admin_pb2_grpc.AdminServiceStub(self._channel)
+        return admin_pb2_grpc.AdminServiceStub(self._peer.channel())
 
 
 def _read_batch(message: admin_pb2.SubscribeKvEventsResponse) -> KvBatch:

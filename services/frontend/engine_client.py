@@ -16,7 +16,7 @@ import grpc
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc
 
 from services.common.errors import RequestError, unavailable
-from services.common.server import channel_options
+from services.common.peer import Peer
 from services.common.telemetry.clock import ClockOffset, ping_interval_s
 from services.frontend import engine_wire
 from services.frontend.engine import StepReport, Submission
@@ -44,7 +44,7 @@ class EngineClient:
 
     def __init__(
         self,
-        target: str,
+        peer: Peer | str,
         tokenizer_hash: str,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -61,7 +61,8 @@ class EngineClient:
         """Called with `changed`."""
         self.on_load: Callable[[Load], object] = lambda load: None
         """Called with each heartbeat."""
-        self.target = target
+        self._peer = Peer(peer) if isinstance(peer, str) else peer
+        self.target = self._peer.target
         self._tokenizer_hash = tokenizer_hash
         self._clock = clock
         self._frontend_id = engine_wire.new_frontend_id()
@@ -158,12 +159,11 @@ class EngineClient:
             self._outgoing.put(message)
 
     async def _keep_attached(self) -> None:
-        async with grpc.aio.insecure_channel(self.target, options=channel_options()) as channel:
-            stub = engine_pb2_grpc.EngineServiceStub(channel)
+        try:
             wait_s = RETRY_FIRST_S
             while True:
                 try:
-                    await self._attach(stub)
+                    await self._attach(engine_pb2_grpc.EngineServiceStub(self._peer.channel()))
                     trouble = _Trouble("the engine closed the stream")
                 except grpc.aio.AioRpcError as error:
                     trouble = _explain(error)
@@ -178,6 +178,8 @@ class EngineClient:
                 self._note(trouble, was_attached)
                 wait_s = RETRY_FIRST_S if was_attached else min(wait_s * 2, RETRY_LAST_S)
                 await asyncio.sleep(RETRY_MISMATCH_S if trouble.slow else wait_s * random.uniform(0.8, 1.2))
+        finally:
+            await self._peer.close()
 
     async def _attach(self, stub: engine_pb2_grpc.EngineServiceStub) -> None:
         """One stream, from hello to its end."""

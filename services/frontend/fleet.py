@@ -20,6 +20,7 @@ import grpc
 
 from services.common.contract import CLOCK_OFFSET, RESUME
 from services.common.errors import RequestError, unavailable
+from services.common.peer import Peer
 from services.frontend.engine import Submission
 from services.frontend.engine_choice import Expectation
 from services.frontend.engine_client import EngineClient
@@ -69,12 +70,12 @@ class Fleet:
     """`failover_s`: how long a stranded request waits for an engine."""
 
     def __init__(
-        self, targets: Sequence[str], tokenizer_hash: str, *, failover_s: float, tells_clock_offset: bool = False
+        self, peers: Sequence[Peer | str], tokenizer_hash: str, *, failover_s: float, tells_clock_offset: bool = False
     ) -> None:
         self.changed = asyncio.Event()
         """Set when what `can_generate` or `require` say may have changed; who waits clears it."""
         self._members = [
-            _Member(EngineClient(target, tokenizer_hash, tells_clock_offset=tells_clock_offset)) for target in targets
+            _Member(EngineClient(peer, tokenizer_hash, tells_clock_offset=tells_clock_offset)) for peer in peers
         ]
         for member in self._members:
             member.client.on_change = self._look

@@ -22,6 +22,7 @@ from services.frontend.fleet import Fleet
 from services.frontend.generation_metrics import generation_times
 from services.frontend.journey import Journey
 from services.frontend.prompt_blocks import block_digests
+from services.frontend.quotas import Quotas
 from services.frontend.request import Delta, Job
 from services.frontend.trace_context import TraceContext, trace_context_of
 
@@ -54,8 +55,9 @@ class Call:
 class Runner:
     """Runs jobs on the one engine."""
 
-    def __init__(self, engine: Fleet) -> None:
+    def __init__(self, engine: Fleet, quotas: Quotas) -> None:
         self._engine = engine
+        self._quotas = quotas
 
     async def run(
         self,
@@ -67,6 +69,14 @@ class Runner:
         submitted: Submitted = lambda request: None,
     ) -> None:
         """Returns when every choice has stopped. Raises what has ended it before, once all that came is sent."""
+        self._quotas.charge(call.tenant, len(job.prompt_ids))
+        try:
+            await self._timed(job, answer, call, send, tell, submitted)
+        finally:
+            self._quotas.charge(call.tenant, answer.completion_tokens)
+
+    async def _timed(self, job: Job, answer: Answer, call: Call, send: Send, tell: Tell, submitted: Submitted) -> None:
+        """The same, with its spans and durations where these are told."""
         times = generation_times()
         if times is None and call.span is None:
             await self._run(job, answer, call, send, tell, submitted)

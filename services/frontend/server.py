@@ -11,11 +11,13 @@ import grpc
 from triptych.inference.v1 import inference_pb2_grpc
 
 from services.common.errors import StartError, unavailable
-from services.common.server import Server
+from services.common.peer import Peer
+from services.common.server import Server, is_loopback
 from services.common.startup import Startup
 from services.common.telemetry.metrics import open_metrics
 from services.common.telemetry.tracing import open_tracer
 from services.frontend import request_spans, served_model, service
+from services.frontend.auth.admission import admission
 from services.frontend.calls import Calls
 from services.frontend.config import FrontendConfig
 from services.frontend.engine_admin import EngineAdmin
@@ -23,6 +25,7 @@ from services.frontend.engine_client import HEARTBEAT_LIMIT_S
 from services.frontend.fleet import Fleet
 from services.frontend.generation_metrics import FrontendMetrics
 from services.frontend.grammar_check import GrammarCheck
+from services.frontend.quotas import Quotas
 from services.frontend.request_log import RequestLog
 from services.frontend.service import InferenceService
 
@@ -56,7 +59,7 @@ class Frontend:
         self._tracer = open_tracer(config)
         self._tracing = request_spans.interceptor(self._tracer) if self._tracer is not None else None
         self.engine = Fleet(
-            (config.engine, *config.more_engines),
+            [Peer(target, config.peer_tls()) for target in (config.engine, *config.more_engines)],
             self.model.tokenizer_hash,
             failover_s=config.failover_s,
             tells_clock_offset=self._tracer is not None,
@@ -67,6 +70,7 @@ class Frontend:
         self.metrics = open_metrics(config)
         self._metrics_listener = metrics_listener
         self._measured = None if self.metrics is None else FrontendMetrics(self.metrics, self.model.name)
+        self.quotas = Quotas(config.quota())
         self.server = Server(
             config.host,
             config.port,
@@ -74,9 +78,12 @@ class Frontend:
             shares_port=shares_port,
             connection_age=config.connection_age(),
             interceptors=self._interceptors(),
+            access=config.access(admission(config, self.quotas)),
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
-            InferenceService(self.model, self.engine, self.calls, self.grammars, config.limits(), self._requests),
+            InferenceService(
+                self.model, self.engine, self.calls, self.grammars, config.limits(), self.quotas, self._requests
+            ),
             self.server.grpc,
         )
         self._services = [service.NAME]
@@ -98,9 +105,16 @@ class Frontend:
                 f"vllm_adapter is on, and needs its extra: pip install 'triptych[vllm-adapter]' ({error.name} is not "
                 "installed)"
             ) from error
-        self._admin = EngineAdmin(self._config.engine)
+        self._admin = EngineAdmin(Peer(self._config.engine, self._config.peer_tls()))
         adapter = vllm.VllmEngineService(
-            self.model, self.engine, self._admin, self.calls, self.grammars, self._config.limits(), self._requests
+            self.model,
+            self.engine,
+            self._admin,
+            self.calls,
+            self.grammars,
+            self._config.limits(),
+            self.quotas,
+            self._requests,
         )
         vllm.add_to_server(adapter, self.server.grpc)
         self.server.health.also_generates(vllm.NAME)
@@ -111,6 +125,8 @@ class Frontend:
         if self.metrics is not None and self._measured is not None:
             read = self._measured.reader(self.calls, self.engine)
             self.metrics.start(read, model=self.model.name, listener=self._metrics_listener)
+        if self._config.auth == "off" and not is_loopback(self._config.host):
+            log.warning("auth is off and %s is no loopback: whoever reaches the port is served", self._config.host)
         await self.server.start(self._services)
         await self.engine.start()
         self._watch = asyncio.create_task(self._watch_engine())

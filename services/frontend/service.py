@@ -22,6 +22,7 @@ from services.frontend.fleet import Fleet
 from services.frontend.grammar_check import GrammarCheck
 from services.frontend.intake import Intake
 from services.frontend.patience import Patience
+from services.frontend.quotas import Quotas
 from services.frontend.request import Delta, EngineFacts, Job, Limits
 from services.frontend.request_id import greet
 from services.frontend.request_log import Entry, RequestLog
@@ -55,6 +56,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         calls: Calls,
         grammars: GrammarCheck,
         limits: Limits,
+        quotas: Quotas,
         requests: RequestLog | None = None,
     ) -> None:
         self._model = model
@@ -63,7 +65,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._requests = requests or RequestLog(model.name)
         self._limits = limits
         self._intake = Intake(model, grammars, limits)
-        self._runner = Runner(engine)
+        self._runner = Runner(engine, quotas)
         self._scores_bytes = min(MAX_SCORES_BYTES, limits.message_bytes // 2)
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]

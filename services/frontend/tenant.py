@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from services.common.errors import invalid
+from services.common.guard import denied
+from services.frontend.auth.identity import CALLER, DELEGATE
 
 KEY = "triptych-tenant"
 """The metadata key."""
@@ -12,11 +14,23 @@ MAX_BYTES = 128
 
 
 def tenant_of(context: Any) -> str:
-    """The tenant of a call; "" for one that names none. Raises INVALID_ARGUMENT naming the key.
+    """The tenant of a call; "" for one that names none and has no identity.
 
-    The label is the caller's own and not to be trusted. An authenticated identity, once calls have one, is looked up
-    here and takes precedence over it.
+    Where callers are known, the tenant is their identity's, and a label must be the same, but for a caller who may
+    speak for others. Else the label is the caller's own and not to be trusted. Raises INVALID_ARGUMENT naming the key,
+    PERMISSION_DENIED for another tenant's label.
     """
+    caller, label = CALLER.get(), _label(context)
+    if caller is None:
+        return label
+    if not label or label == caller.tenant:
+        return caller.tenant
+    if DELEGATE not in caller.roles:
+        raise denied("OTHER_TENANT", f"{KEY} names another tenant than the caller's own; leave it out")
+    return label
+
+
+def _label(context: Any) -> str:
     metadata = context.invocation_metadata() or ()
     if any(key == f"{KEY}-bin" for key, _ in metadata):
         raise invalid(f"{KEY}-bin", f"is binary; name the tenant as text, in {KEY}")

@@ -16,6 +16,9 @@ from services.scheduler.engine import Engine
 
 ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 
+OPEN_QUESTIONS = ("GetLoad", "GetStats")
+"""Of every peer that may attach: they tell numbers alone, and change nothing."""
+
 _DOOR = Door(
     {
         "triptych.engine.v1.DrainRequest": frozenset({"grace_ms"}),

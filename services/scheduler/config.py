@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from services.common.config import Address, ServiceConfig
+from services.common.config import Address, DialsConfig, InternalConfig, ServiceConfig
 from services.common.sampling import logprob_bytes
 
 DEFAULT_LOGPROBS = 20
@@ -15,7 +15,7 @@ MAX_SCORES_BYTES = 32 * 1024 * 1024
 """Of the prompt logprobs that one step may make: half of what a message between services may have."""
 
 
-class SchedulerConfig(ServiceConfig):
+class SchedulerConfig(InternalConfig, DialsConfig, ServiceConfig):
     """Everything an operator may set."""
 
     service: ClassVar[str] = "scheduler"
@@ -90,6 +90,12 @@ class SchedulerConfig(ServiceConfig):
     )
     self_test_interval_s: float = Field(
         30.0, ge=0.1, le=86400, description="seconds without a token or a request after which a token is made as a test"
+    )
+
+    admin_names: tuple[str, ...] = Field(
+        (),
+        description="names of which a caller's certificate must have one for AdminService, but for GetLoad and "
+        "GetStats; unset, with tls_client_ca: nobody; without tls_client_ca everybody who reaches the port is let in",
     )
 
     @model_validator(mode="after")

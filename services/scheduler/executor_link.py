@@ -14,7 +14,7 @@ from triptych.executor.v1 import executor_pb2, executor_pb2_grpc
 from services.common.contract import GRAMMAR, LOG_LEVEL, PROTOCOL_VERSION, TRACE_CONTEXT
 from services.common.errors import StartError
 from services.common.health import GENERATE, LIVENESS
-from services.common.server import channel_options
+from services.common.peer import Peer
 from services.scheduler.executor_run import ExecutorLostError, ExecutorRun
 
 log = logging.getLogger(__name__)
@@ -62,11 +62,10 @@ class ExecutorFacts:
 class ExecutorLink:
     """One executor of one rank. Calls raise ExecutorLostError when trying again makes sense, else StartError."""
 
-    def __init__(self, address: str, config: executor_pb2.EngineConfig) -> None:
-        self.address = address
+    def __init__(self, peer: Peer, config: executor_pb2.EngineConfig) -> None:
+        self.address = peer.target
         self._config = config
-        self._channel = grpc.aio.insecure_channel(address, options=channel_options(max_reconnect_ms=RECONNECT_MS))
-        self._stub = executor_pb2_grpc.ExecutorServiceStub(self._channel)
+        self._peer = peer
         self._epoch = 0
 
     async def load(self) -> ExecutorFacts:
@@ -108,7 +107,7 @@ class ExecutorLink:
     async def _reach(self) -> None:
         request = health_pb2.HealthCheckRequest(service=LIVENESS)
         try:
-            await health_pb2_grpc.HealthStub(self._channel).Check(request, timeout=REACH_TIMEOUT_S)
+            await health_pb2_grpc.HealthStub(self._peer.channel()).Check(request, timeout=REACH_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             if error.code() in _PASSING:  # whether it is well is for the calls that follow to find out
                 raise ExecutorLostError(f"it cannot be reached: {error.code().name}: {error.details()}") from None
@@ -117,14 +116,18 @@ class ExecutorLink:
         """Whether a scheduler has a Run stream open there now: the executor's `generate` health says so."""
         request = health_pb2.HealthCheckRequest(service=GENERATE)
         try:
-            answer = await health_pb2_grpc.HealthStub(self._channel).Check(request, timeout=HEALTH_TIMEOUT_S)
+            answer = await health_pb2_grpc.HealthStub(self._peer.channel()).Check(request, timeout=HEALTH_TIMEOUT_S)
         except grpc.aio.AioRpcError:
             return False  # a dead one is driven by nobody; the next Load says what is wrong
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def close(self) -> None:
         """Closes the channel."""
-        await self._channel.close()
+        await self._peer.close()
+
+    @property
+    def _stub(self) -> executor_pb2_grpc.ExecutorServiceAsyncStub:
+        return executor_pb2_grpc.ExecutorServiceStub(self._peer.channel())
 
     def _facts(self, loaded: executor_pb2.Loaded) -> ExecutorFacts:
         if loaded.version != PROTOCOL_VERSION:

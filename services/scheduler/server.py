@@ -9,15 +9,17 @@ from typing import Any
 
 from triptych.engine.v1 import admin_pb2_grpc, engine_pb2, engine_pb2_grpc
 
-from services.common.server import Server
+from services.common.peer import Peer
+from services.common.peer_names import PeerNames
+from services.common.server import Server, channel_options
 from services.common.startup import Startup
 from services.common.telemetry.metrics import open_metrics
 from services.common.telemetry.tracing import open_tracer
-from services.scheduler.admin import ADMIN_SERVICE, AdminServicer
+from services.scheduler.admin import ADMIN_SERVICE, OPEN_QUESTIONS, AdminServicer
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.engine import Engine
 from services.scheduler.engine_spans import EngineSpans
-from services.scheduler.executor_link import ExecutorLink
+from services.scheduler.executor_link import RECONNECT_MS, ExecutorLink
 from services.scheduler.frontend_stream import FrontendStream
 from services.scheduler.identity import Model
 from services.scheduler.outbox import pending_limit_bytes
@@ -62,14 +64,19 @@ class SchedulerServer:
         self._startup = startup or Startup()
         model = Model.read(config)
         self._links = [
-            ExecutorLink(address, model.engine_config()) for address in (config.executor, *config.spare_executors)
+            ExecutorLink(
+                Peer(address, config.peer_tls(), channel_options(max_reconnect_ms=RECONNECT_MS)), model.engine_config()
+            )
+            for address in (config.executor, *config.spare_executors)
         ]
         self._journal = Journal(config.record) if config.record is not None else None
         self._tracer = open_tracer(config)
         spans = EngineSpans(self._tracer) if self._tracer is not None else None
         self.engine = Engine(model, self._links, self._journal, spans)
         self._metrics = open_metrics(config)
-        self.server = Server(config.host, config.port)
+        names = PeerNames(config.tls_client_names, config.admin_names, ADMIN_SERVICE, OPEN_QUESTIONS)
+        admit = names.admit if config.tls_client_ca is not None else None
+        self.server = Server(config.host, config.port, access=config.access(admit))
         if max_pending_bytes is None:
             max_pending_bytes = pending_limit_bytes(config.most_scores_bytes)
         servicer = EngineServicer(self.engine, max_pending_bytes)

@@ -26,12 +26,19 @@ PINGING = [
 READY = grpc.ChannelConnectivity.READY
 
 
-async def states_seen(address: str, *, watching: bool) -> set[grpc.ChannelConnectivity]:
+async def states_seen(
+    address: str, *, watching: bool, credentials: grpc.ChannelCredentials | None = None
+) -> set[grpc.ChannelConnectivity]:
     """The states of a pinging connection in a time of silence, with a silent stream open or with no call at all.
 
     A GOAWAY takes a connection out of READY.
     """
-    async with grpc.aio.insecure_channel(address, options=PINGING) as channel:
+    opened = (
+        grpc.aio.insecure_channel(address, options=PINGING)
+        if credentials is None
+        else grpc.aio.secure_channel(address, credentials, options=PINGING)
+    )
+    async with opened as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         ask = health_pb2.HealthCheckRequest(service="liveness")
         await stub.Check(ask)
@@ -55,10 +62,14 @@ async def states_seen(address: str, *, watching: bool) -> set[grpc.ChannelConnec
         return seen
 
 
-async def silent(*addresses: str) -> list[set[grpc.ChannelConnectivity]]:
+async def silent(
+    *addresses: str, credentials: grpc.ChannelCredentials | None = None
+) -> list[set[grpc.ChannelConnectivity]]:
     """All of them at once, each with a silent stream and without any."""
     pairs = [(address, watching) for address in addresses for watching in (False, True)]
-    return await asyncio.gather(*(states_seen(address, watching=watching) for address, watching in pairs))
+    return await asyncio.gather(
+        *(states_seen(address, watching=watching, credentials=credentials) for address, watching in pairs)
+    )
 
 
 @pytest.mark.slow

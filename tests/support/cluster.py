@@ -42,6 +42,11 @@ class Cluster:
         """Of the frontend."""
         return f"127.0.0.1:{self.ports['frontend']}"
 
+    def probe_port(self, name: str) -> int:
+        """Where a service's health is told in plain text."""
+        flags = list(self.flags.get(name, ()))
+        return int(flags[flags.index("--health-port") + 1]) if "--health-port" in flags else self.ports[name]
+
     def start(self) -> None:
         """Starts the three and returns when a token could be made, end to end."""
         self.ports = {name: free_port() for name in ORDER}
@@ -79,7 +84,7 @@ class Cluster:
             dead = [name for name, process in self.processes.items() if process.poll() is not None]
             if dead and serving:
                 raise RuntimeError(f"{dead} ended while starting\n{self.log_tails()}")
-            if (health(self.ports["frontend"], "generate") == "SERVING") == serving:
+            if (health(self.probe_port("frontend"), "generate") == "SERVING") == serving:
                 return
             time.sleep(0.1)
         raise TimeoutError(f"generate was not {serving} within {timeout_s} s\n{self.log_tails()}")

@@ -6,7 +6,7 @@ async with Client("127.0.0.1:50051") as client:
 """
 
 from triptych_client import grammars
-from triptych_client.client import DEFAULT_ADDRESS, Client
+from triptych_client.client import DEFAULT_ADDRESS, Client, tls_credentials
 from triptych_client.errors import TriptychError, Violation
 from triptych_client.messages import Message
 from triptych_client.options import OptionArgs, SamplingArgs
@@ -51,4 +51,5 @@ __all__ = [
     "Usage",
     "Violation",
     "grammars",
+    "tls_credentials",
 ]

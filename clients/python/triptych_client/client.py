@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -33,8 +35,11 @@ class Client:
 
     `model` is asked for in each call (empty: the one served there). `timeout_s` is the deadline of calls that name none
     of their own (None: none). `tenant` is the label that fair shares count by and cached blocks are kept apart by (128
-    bytes of printable ASCII). `metadata` goes with each call: credentials, W3C trace context. Without `credentials` the
-    channel is plain text. `retry` says how calls that break are tried again; None: not.
+    bytes of printable ASCII). `token` is a bearer token, sent with each call; whoever is between reads it unless the
+    channel is encrypted. `metadata` goes with each call: W3C trace context, other credentials. Without `credentials`
+    (`tls_credentials` makes some of files) the channel is plain text. `server_name` is the name that the server's
+    certificate must have, where it is not that of the address. `retry` says how calls that break are tried again;
+    None: not.
 
     `address` is a gRPC target: HOST:PORT, or several frontends as "ipv4:10.0.0.1:50051,10.0.0.2:50051", of which the
     next is taken when one is gone. Calls to a name that stands for several addresses ("dns:///frontends:50051", a
@@ -48,17 +53,19 @@ class Client:
         model: str = "",
         timeout_s: float | None = None,
         tenant: str = "",
+        token: str = "",
         metadata: Sequence[tuple[str, str | bytes]] = (),
         credentials: grpc.ChannelCredentials | None = None,
+        server_name: str = "",
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         retry: Retry | None = DEFAULT_RETRY,
     ) -> None:
         self.address = address
         self._model = model
         self._timeout_s = timeout_s
-        self._metadata = (*metadata, *_requests.metadata(tenant))
+        self._metadata = (*metadata, *_requests.metadata(tenant), *_requests.authorization(token))
         self._credentials = credentials
-        self._max_message_bytes = max_message_bytes
+        self._options = channel_options(address, max_message_bytes, server_name=server_name)
         self._retry = retry
         self._channel: grpc.aio.Channel | None = None
 
@@ -196,7 +203,7 @@ class Client:
     def _stub(self) -> inference_pb2_grpc.InferenceServiceAsyncStub:
         # Opened late, because grpc.aio binds a channel to the event loop that runs when it is made.
         if self._channel is None:
-            self._channel = _open(self.address, self._credentials, self._max_message_bytes)
+            self._channel = _open(self.address, self._credentials, self._options)
         return inference_pb2_grpc.InferenceServiceStub(self._channel)
 
     def _start(self, method: str) -> Callable[[Any, float | None], Any]:
@@ -227,13 +234,31 @@ def _begin(method: Any, metadata: Any, request: Any, timeout_s: float | None) ->
 _SPREAD = '{"loadBalancingConfig":[{"round_robin":{}}]}'
 
 
-def channel_options(address: str, max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, int | str]]:
+def tls_credentials(
+    ca: str | os.PathLike[str] | None = None,
+    cert: str | os.PathLike[str] | None = None,
+    key: str | os.PathLike[str] | None = None,
+) -> grpc.ChannelCredentials:
+    """Of PEM files: the CAs that the server's certificate may be of (None: those that gRPC brings), and, where the
+    server asks for one, a certificate of one's own with its key. Raises OSError, and ValueError for one without the
+    other."""
+    if (cert is None) != (key is None):
+        raise ValueError("a certificate and its key go together; give both, or neither")
+    read = [Path(path).read_bytes() if path is not None else None for path in (ca, key, cert)]
+    return grpc.ssl_channel_credentials(*read)
+
+
+def channel_options(
+    address: str, max_message_bytes: int = MAX_MESSAGE_BYTES, *, server_name: str = ""
+) -> list[tuple[str, int | str]]:
     """Options of a channel to that target. A list of addresses is in the caller's order, so its first one is taken;
     the addresses of a name have none, so calls are spread over them."""
     listed = address.startswith(("ipv4:", "ipv6:", "unix:", "unix-abstract:"))
     balance: list[tuple[str, int | str]] = [] if listed else [("grpc.service_config", _SPREAD)]
+    named: list[tuple[str, int | str]] = [("grpc.ssl_target_name_override", server_name)] if server_name else []
     return [
         *balance,
+        *named,
         # Names are looked up when a connection ends. gRPC's least time between two look-ups, 30 s, is longer than the
         # tries of a call last, and a frontend that came back elsewhere would not be found by them.
         ("grpc.dns_min_time_between_resolutions_ms", 1_000),
@@ -244,8 +269,9 @@ def channel_options(address: str, max_message_bytes: int = MAX_MESSAGE_BYTES) ->
     ]
 
 
-def _open(address: str, credentials: grpc.ChannelCredentials | None, max_message_bytes: int) -> grpc.aio.Channel:
-    options = channel_options(address, max_message_bytes)
+def _open(
+    address: str, credentials: grpc.ChannelCredentials | None, options: list[tuple[str, int | str]]
+) -> grpc.aio.Channel:
     if credentials is None:
         return grpc.aio.insecure_channel(address, options)
     return grpc.aio.secure_channel(address, credentials, options)

@@ -25,6 +25,13 @@ def metadata(tenant: str) -> tuple[tuple[str, str], ...]:
     return ((TENANT_KEY, tenant),) if tenant else ()
 
 
+def authorization(token: str) -> tuple[tuple[str, str], ...]:
+    """What shows a token in a call; nothing for none. Raises ValueError for one that metadata could not carry."""
+    if not all("!" <= character <= "~" for character in token):
+        raise ValueError("the token holds a space, or more than ASCII; give it as it was issued, without `Bearer`")
+    return (("authorization", f"Bearer {token}"),) if token else ()
+
+
 def generate(
     model: str, prompt: str | Iterable[int], add_special_tokens: bool | None, options: OptionArgs
 ) -> inference_pb2.GenerateRequest:

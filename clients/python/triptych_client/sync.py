@@ -114,17 +114,19 @@ class SyncClient:
         model: str = "",
         timeout_s: float | None = None,
         tenant: str = "",
+        token: str = "",
         metadata: Sequence[tuple[str, str | bytes]] = (),
         credentials: grpc.ChannelCredentials | None = None,
+        server_name: str = "",
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         retry: Retry | None = DEFAULT_RETRY,
     ) -> None:
         self.address = address
         self._model = model
         self._timeout_s = timeout_s
-        self._metadata = (*metadata, *_requests.metadata(tenant))
+        self._metadata = (*metadata, *_requests.metadata(tenant), *_requests.authorization(token))
         self._retry = retry
-        options = channel_options(address, max_message_bytes)
+        options = channel_options(address, max_message_bytes, server_name=server_name)
         self._channel = (
             grpc.insecure_channel(address, options)
             if credentials is None

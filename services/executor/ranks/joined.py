@@ -43,7 +43,7 @@ def run(path: Path, settings: ExecutorConfig, threads: Threads, device: Device |
 
 
 async def _serve(path: Path, settings: ExecutorConfig, threads: Threads, device: Device | None) -> None:
-    server = Server(settings.host, settings.port)
+    server = Server(settings.host, settings.port, access=settings.access())
     await server.start([])
     await server.health.set_ready(True)
     log.info("serving health of rank %d on %s:%d", settings.tp_rank, settings.host, server.port)

@@ -1,6 +1,7 @@
 """Running calls by the ids that clients gave them: a gateway aborts by id, from another call.
 
-An id need not be unique; an Abort is of all calls that have it at that moment, and of none that comes later.
+An id need not be unique; an Abort is of all calls of its caller that have it at that moment, and of none that comes
+later. Who calls is "" where callers are not known.
 """
 
 from __future__ import annotations
@@ -49,22 +50,22 @@ class RunningCalls:
     """Those of this frontend."""
 
     def __init__(self) -> None:
-        self._by_id: dict[str, set[RunningCall]] = {}
+        self._by_id: dict[tuple[str, str], set[RunningCall]] = {}
 
     @contextmanager
-    def entered(self, request_id: str) -> Iterator[RunningCall]:
+    def entered(self, request_id: str, owner: str = "") -> Iterator[RunningCall]:
         """Around a call."""
         call = RunningCall()
-        calls = self._by_id.setdefault(request_id, set())
+        calls = self._by_id.setdefault((owner, request_id), set())
         calls.add(call)
         try:
             yield call
         finally:
             calls.discard(call)
-            if not calls and self._by_id.get(request_id) is calls:
-                del self._by_id[request_id]
+            if not calls and self._by_id.get((owner, request_id)) is calls:
+                del self._by_id[owner, request_id]
 
-    def abort(self, request_id: str) -> None:
-        """Ends all calls of that id; one that is not known is nobody's."""
-        for call in tuple(self._by_id.get(request_id, ())):
+    def abort(self, request_id: str, owner: str = "") -> None:
+        """Ends all calls of that id and owner; one that is not known is nobody's."""
+        for call in tuple(self._by_id.get((owner, request_id), ())):
             call.abort()

@@ -25,6 +25,7 @@ from services.frontend.adapters.vllm.paths import named_as_theirs
 from services.frontend.adapters.vllm.replies import Replies
 from services.frontend.adapters.vllm.tokenizer_files import TokenizerFiles
 from services.frontend.answer import Answer
+from services.frontend.auth.identity import caller
 from services.frontend.calls import Calls
 from services.frontend.door import DOOR as OWN_DOOR
 from services.frontend.engine import Scores
@@ -33,6 +34,7 @@ from services.frontend.fleet import Fleet
 from services.frontend.grammar_check import GrammarCheck
 from services.frontend.intake import Intake
 from services.frontend.patience import Patience
+from services.frontend.quotas import Quotas
 from services.frontend.request import Delta, EngineFacts, Job, Limits
 from services.frontend.request_id import greet, new_id, tell
 from services.frontend.request_log import Entry, RequestLog
@@ -58,6 +60,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         calls: Calls,
         grammars: GrammarCheck,
         limits: Limits,
+        quotas: Quotas,
         requests: RequestLog | None = None,
     ) -> None:
         self._requests = requests or RequestLog(model.name)
@@ -67,7 +70,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         self._calls = calls
         self._limits = limits
         self._intake = Intake(model, grammars, limits)
-        self._runner = Runner(engine)
+        self._runner = Runner(engine, quotas)
         self._running = RunningCalls()
         self._server = ServerFacts()
         self._told = ModelFacts(model)
@@ -79,7 +82,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         with (
             self._requests.entered(f"{NAME}/Generate", context, request.request_id) as entry,
             self._calls.entered(),
-            self._running.entered(request.request_id) as running,
+            self._running.entered(request.request_id, caller()) as running,
             named_as_theirs(request),
         ):
             entry.request_id, entry.tenant = new_id(), tenant_of(context)
@@ -122,10 +125,10 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
             patience.close()
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        """Ends the calls of these ids, which end with finish_reason "abort"; unknown ids are nobody's."""
+        """Ends the caller's calls of these ids, which end with finish_reason "abort"; unknown ids are nobody's."""
         DOOR.check(request)
         for request_id in request.request_ids:
-            self._running.abort(request_id)
+            self._running.abort(request_id, caller())
         return pb.AbortResponse()
 
     async def HealthCheck(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:

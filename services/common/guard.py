@@ -1,0 +1,75 @@
+"""Checks before a call's handler, inside the ErrorInterceptor: what they raise is the call's status."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
+
+import grpc
+
+from services.common.errors import RequestError
+
+Admission: TypeAlias = Callable[[str, Any], Awaitable[AbstractContextManager[Any]]]
+"""Of a method ("/package.Service/Method") and a call's context: what stands around the handler. Raises RequestError."""
+
+OPEN_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.v1alpha.ServerReflection/")
+"""Asked before anything is known of the caller: by probes, load balancers, and tools that ask what is served."""
+
+
+class Guard(grpc.aio.ServerInterceptor):
+    """Lets calls in as `admit` says."""
+
+    def __init__(self, admit: Admission) -> None:
+        self._admit = admit
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or method.startswith(OPEN_SERVICES):
+            return handler
+        kind = f"{_word(handler.request_streaming)}_{_word(handler.response_streaming)}"
+        make = getattr(grpc, f"{kind}_rpc_method_handler")
+        made: grpc.RpcMethodHandler[Any, Any] = make(
+            self._around(getattr(handler, kind), method),
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+        return made
+
+    def _around(self, behaviour: Any, method: str) -> Any:
+        async def unary(request: Any, context: Any) -> Any:
+            with await self._admit(method, context):
+                return await behaviour(request, context)
+
+        async def stream(request: Any, context: Any) -> Any:
+            with await self._admit(method, context):
+                async for response in behaviour(request, context):
+                    yield response
+
+        return stream if inspect.isasyncgenfunction(behaviour) else unary
+
+
+def _word(streaming: bool) -> str:
+    return "stream" if streaming else "unary"
+
+
+def names_of(context: Any) -> tuple[str, ...]:
+    """What the client's certificate names (subject alternative names), none without one."""
+    shown = context.auth_context().get("x509_subject_alternative_name", ())
+    return tuple(name.decode("utf-8", "replace") for name in shown)
+
+
+def denied(reason: str, message: str) -> RequestError:
+    """PERMISSION_DENIED: who calls is known, and may not."""
+    return RequestError(grpc.StatusCode.PERMISSION_DENIED, reason, message)
+
+
+def unauthenticated(reason: str, message: str) -> RequestError:
+    """UNAUTHENTICATED: who calls is not known."""
+    return RequestError(grpc.StatusCode.UNAUTHENTICATED, reason, message)
