@@ -52,10 +52,11 @@ class OtlpSink(trace_service_pb2_grpc.TraceServiceServicer):
         self.num_spans = 0
         self.spans: list[SpanSeen] = []
         self.resources: dict[str, dict[str, Any]] = {}
+        self.instances: set[str] = set()
         self.metadata: dict[str, str | bytes] = {}
         self._keeps = keeps
         self._server = grpc.aio.server()
-        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
+        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
 
     @property
     def endpoint(self) -> str:
@@ -70,15 +71,16 @@ class OtlpSink(trace_service_pb2_grpc.TraceServiceServicer):
     async def __aexit__(self, *_: object) -> None:
         await self._server.stop(0)
 
-    async def Export(  # type: ignore[override]  # noqa: N802 - gRPC's name
+    async def Export(  # noqa: N802 - gRPC's name
         self, request: trace_service_pb2.ExportTraceServiceRequest, context: Any
     ) -> trace_service_pb2.ExportTraceServiceResponse:
         """The one RPC of the contract."""
-        self.metadata = {key: value for key, value in context.invocation_metadata()}
+        self.metadata = dict(context.invocation_metadata())
         for part in request.resource_spans:
             told = _values(part.resource.attributes)
             service = str(told["service.name"])
             self.resources[service] = told
+            self.instances.add(str(told.get("service.instance.id")))
             for scope in part.scope_spans:
                 self.num_spans += len(scope.spans)
                 if self._keeps:
@@ -91,7 +93,7 @@ class OtlpSink(trace_service_pb2_grpc.TraceServiceServicer):
         """The spans, of one trace or all, once `holds` is true of them. Raises TimeoutError."""
         try:
             async with asyncio.timeout(timeout_s):
-                while not holds(found := self._of(trace_id)):
+                while not holds(found := self._of(trace_id)):  # noqa: ASYNC110  there is no event to wait for
                     await asyncio.sleep(POLL_S)
                 return found
         except TimeoutError:

@@ -67,9 +67,10 @@ class Rate:
 
 @asynccontextmanager
 async def engine(
-    model: str, streams: int, *, step_ms: float = 0.0, profile: Path | None = None
+    model: str, streams: int, *, step_ms: float = 0.0, profile: Path | None = None, flags: Sequence[str] = ()
 ) -> AsyncIterator[Running]:
-    """Stub executor, scheduler and frontend, ready. With `profile`, the latter two leave cProfile's files there.
+    """Stub executor, scheduler and frontend, ready; the latter two are given `flags`. With `profile` they leave
+    cProfile's files there.
 
     Raises StartError with the last lines of a process that ends or is not ready in time.
     """
@@ -77,7 +78,7 @@ async def engine(
     names = ("executor", "scheduler", "frontend")
     ports = {name: peer_process.free_port() for name in names}
     addresses = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
-    common = ("--model", str(folder), "--log-level", "warning")
+    common = ("--model", str(folder), "--log-level", "warning", *flags)
     commands = {
         "executor": [
             "loadtest.stub_executor",
@@ -107,7 +108,7 @@ async def bare() -> AsyncIterator[Running]:
     command = [sys.executable, "-m", "loadtest.bare_server", "--port", str(port)]
     async with ours(command) as process:
         address = f"127.0.0.1:{port}"
-        await ready(address, {BARE: process}, _connects)
+        await ready(address, {BARE: process}, connects)
         yield Running(address, {BARE: process.process.pid})
 
 
@@ -148,7 +149,7 @@ async def ready(
             await asyncio.sleep(POLL_S)
 
 
-async def _connects(channel: grpc.aio.Channel) -> bool:
+async def connects(channel: grpc.aio.Channel) -> bool:
     try:
         await asyncio.wait_for(channel.channel_ready(), 2)
     except TimeoutError:

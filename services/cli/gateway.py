@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Sequence
 from http.client import HTTPException
 from typing import Any
+from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -50,6 +51,8 @@ def run(argv: Sequence[str]) -> int:
     arguments = smg_arguments(
         address(options.listen, "--listen"), [address(one, "--frontend") for one in options.frontend or [FRONTEND]]
     )
+    if options.otlp_endpoint is not None:
+        arguments += trace_arguments(options.otlp_endpoint)
     os.execv(command[0], [*command, *arguments, *passed])
 
 
@@ -78,6 +81,17 @@ def smg_arguments(listen: str, frontends: Sequence[str]) -> list[str]:
         "--worker-urls",
         *(f"grpc://{frontend}" for frontend in frontends),
     ]
+
+
+def trace_arguments(endpoint: str) -> list[str]:
+    """SMG's, so that its spans go to the collector at that URL and traces run on from it. Raises StartError."""
+    parts = urlsplit(endpoint)
+    if parts.scheme != "http" or parts.path.strip("/"):
+        raise StartError(
+            f"--otlp-endpoint is {endpoint!r}: SMG sends spans without TLS alone, so http://HOST:4317 is needed"
+        )
+    # At a log level above info it makes no spans, and passes no trace context on.
+    return ["--enable-trace", "--otlp-traces-endpoint", address(parts.netloc, "--otlp-endpoint"), "--log-level", "info"]
 
 
 def address(text: str, flag: str) -> str:
@@ -142,5 +156,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--listen", metavar="HOST:PORT", default=LISTEN, help=f"address to serve HTTP on ({LISTEN})")
     parser.add_argument(
         "--frontend", metavar="HOST:PORT", action="append", help=f"a frontend; may be given again ({FRONTEND})"
+    )
+    parser.add_argument(
+        "--otlp-endpoint",
+        metavar="URL",
+        help="trace: send SMG's spans to this OpenTelemetry collector, as http://HOST:4317, and pass their traces on",
     )
     return parser

@@ -127,7 +127,8 @@ async def _begin(plan: Plan, processes: Processes, startup: Startup) -> None:
 async def _start_gateway(plan: Plan, processes: Processes) -> str:
     """Its URL, once it serves. Not started sooner: a free port is one only while nobody else takes it."""
     listen = plan.gateway or gateway.free_address("127.0.0.1:0", "--gateway")
-    await processes.start(up_plan.gateway_command(listen, plan.addresses["frontend"]))
+    collector = plan.configs["frontend"].otlp_endpoint
+    await processes.start(up_plan.gateway_command(listen, plan.addresses["frontend"], collector))
     await gateway.wait_ready(listen, plan.served_name)
     return f"http://{listen}"
 

@@ -79,13 +79,15 @@ def _gateway(asked: str | None, frontend: ServiceConfig) -> str | None:
     if not frontend.model_dump()["vllm_adapter"]:
         raise StartError("--gateway needs the frontend's vllm_adapter; leave out --frontend.no-vllm-adapter")
     gateway.executable("--gateway")
+    if frontend.otlp_endpoint is not None:
+        gateway.trace_arguments(frontend.otlp_endpoint)  # told now, not after the weights are loaded
     return asked and gateway.free_address(asked, "--gateway")
 
 
-def gateway_command(listen: str, frontend: str) -> Command:
-    """To run the gateway on `listen` before the frontend at `frontend`."""
-    arguments = ("--listen", listen, "--frontend", frontend, "--", "--log-level", "warn")
-    return Command("gateway", arguments, GATEWAY_STOP_S)
+def gateway_command(listen: str, frontend: str, otlp_endpoint: str | None = None) -> Command:
+    """To run the gateway on `listen` before the frontend at `frontend`; it traces where there is a collector's URL."""
+    traces = ("--otlp-endpoint", otlp_endpoint) if otlp_endpoint is not None else ("--", "--log-level", "warn")
+    return Command("gateway", ("--listen", listen, "--frontend", frontend, *traces), GATEWAY_STOP_S)
 
 
 def pinned(plan: Plan, paths: Mapping[str, Path]) -> Plan:
@@ -164,6 +166,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tp", type=int, metavar="RANKS", help="processes of the executor that divide the model among them (1)"
     )
+    parser.add_argument(
+        "--otlp-endpoint",
+        metavar="URL",
+        help="send the spans of all, the gateway's too, to this OpenTelemetry collector, as http://HOST:4317",
+    )
     parser.add_argument("--config", metavar="FILE", help="YAML file with one section a service")
 
 
@@ -200,9 +207,9 @@ def _refuse_together(options: argparse.Namespace) -> None:
 
 def _common(options: argparse.Namespace) -> list[str]:
     flags = []
-    for name in ("model", "revision", "config"):
+    for name in ("model", "revision", "config", "otlp_endpoint"):
         if (value := getattr(options, name)) is not None:
-            flags += [f"--{name}", value]
+            flags += [f"--{name.replace('_', '-')}", value]
     return [*flags, "--offline"] if options.offline else flags
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from triptych.inference.v1 import inference_pb2
 
+from services.common.grammar import JsonSchema
 from services.common.telemetry import names
 from services.common.telemetry.server_span import Kind, ServerSpan, TracingInterceptor
 from services.common.telemetry.spans import Value
@@ -48,17 +49,20 @@ def asked(span: ServerSpan, job: Job, request_id: str) -> None:
     span.attributes |= {
         names.GEN_AI_REQUEST_MODEL: job.engine.model,
         names.GEN_AI_REQUEST_MAX_TOKENS: job.max_tokens,
-        names.GEN_AI_REQUEST_SEED: options.seed,
         names.GEN_AI_REQUEST_TEMPERATURE: sampling.temperature,
         names.GEN_AI_REQUEST_TOP_P: sampling.top_p,
         names.GEN_AI_REQUEST_TOP_K: sampling.top_k,
         names.GEN_AI_REQUEST_FREQUENCY_PENALTY: sampling.frequency_penalty,
         names.GEN_AI_REQUEST_PRESENCE_PENALTY: sampling.presence_penalty,
-        names.GEN_AI_OUTPUT_TYPE: "text" if options.grammar is None else "json",
+        names.GEN_AI_OUTPUT_TYPE: "json"
+        if options.grammar and isinstance(options.grammar.rule, JsonSchema)
+        else "text",
         names.GEN_AI_RESPONSE_ID: request_id,
         names.GEN_AI_RESPONSE_MODEL: job.engine.model,
         names.GEN_AI_USAGE_INPUT_TOKENS: len(job.prompt_ids),
     }
+    if options.seed < 1 << 63:  # a larger one is no integer of OTLP's
+        span.attributes[names.GEN_AI_REQUEST_SEED] = options.seed
     if options.n > 1:  # the conventions leave out 1
         span.attributes[names.GEN_AI_REQUEST_CHOICE_COUNT] = options.n
     if options.received:

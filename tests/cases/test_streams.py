@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,18 @@ AT_ONCE_S = 1.0
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return text_checkpoint(tmp_path_factory.mktemp("streams") / "tiny-text")
+
+
+@pytest.fixture(params=["untraced", "traced"])
+def settings(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
+    """A frontend's, with tracing off, and on with a collector that takes connections and never says a word."""
+    if request.param == "untraced":
+        yield {}
+        return
+    with socket.socket() as collector:
+        collector.bind(("127.0.0.1", 0))
+        collector.listen()
+        yield {"otlp_endpoint": f"http://127.0.0.1:{collector.getsockname()[1]}"}
 
 
 async def collect(served: Served, options: inference_pb2.Options, **call: Any) -> tuple[Answer, grpc.StatusCode]:
@@ -137,8 +151,8 @@ async def test_G1_a_deadline_travels_and_ends_the_stream(model: Path) -> None:
         task.cancel()
 
 
-async def test_G5_a_handler_that_waits_is_ended_by_a_shutdown(model: Path) -> None:
-    async with serving(model, scripted([50], faults=Faults(silent=True))) as served:
+async def test_G5_a_handler_that_waits_is_ended_by_a_shutdown(model: Path, settings: dict[str, Any]) -> None:
+    async with serving(model, scripted([50], faults=Faults(silent=True)), **settings) as served:
         call = asyncio.create_task(collect(served, greedy()))
         await served.engine.wait_until(lambda engine: len(engine.submits) == 1)
         drain = asyncio.create_task(served.frontend.drain())
@@ -152,8 +166,8 @@ async def test_G5_a_handler_that_waits_is_ended_by_a_shutdown(model: Path) -> No
         await served.engine.wait_until(lambda engine: len(engine.aborts) == 1)
 
 
-async def test_G5_a_server_that_stops_ends_what_is_open(model: Path) -> None:
-    async with serving(model, scripted([50], faults=Faults(silent=True))) as served:
+async def test_G5_a_server_that_stops_ends_what_is_open(model: Path, settings: dict[str, Any]) -> None:
+    async with serving(model, scripted([50], faults=Faults(silent=True)), **settings) as served:
         calls = [asyncio.create_task(collect(served, greedy())) for _ in range(3)]
         await served.engine.wait_until(lambda engine: len(engine.submits) == 3)
         await served.frontend.close()
@@ -162,8 +176,8 @@ async def test_G5_a_server_that_stops_ends_what_is_open(model: Path) -> None:
             assert status in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
 
 
-async def test_G5_a_drain_lets_streams_finish_and_refuses_new_ones(model: Path) -> None:
-    async with serving(model, scripted([50], step_s=0.02)) as served:
+async def test_G5_a_drain_lets_streams_finish_and_refuses_new_ones(model: Path, settings: dict[str, Any]) -> None:
+    async with serving(model, scripted([50], step_s=0.02), **settings) as served:
         call = asyncio.create_task(generate(served.channel, by_ids([10], greedy(max_tokens=20))))
         await served.engine.wait_until(lambda engine: len(engine.submits) == 1)
         drain = asyncio.create_task(served.frontend.drain())
@@ -176,8 +190,8 @@ async def test_G5_a_drain_lets_streams_finish_and_refuses_new_ones(model: Path) 
         await asyncio.wait_for(drain, AT_ONCE_S)
 
 
-async def test_G5_every_ended_call_is_counted_out(model: Path) -> None:
-    async with serving(model, scripted([50], step_s=0.005)) as served:
+async def test_G5_every_ended_call_is_counted_out(model: Path, settings: dict[str, Any]) -> None:
+    async with serving(model, scripted([50], step_s=0.005), **settings) as served:
         streams = [served.stub.Generate(by_ids([10 + n], greedy())) for n in range(8)]
         for n, stream in enumerate(streams):
             if n % 2:

@@ -141,3 +141,27 @@ def test_a_gateway_is_ready_once_it_has_the_model_and_its_tokenizer(monkeypatch:
             assert gateway._serves(address, "m") is ready
         server.shutdown()
     assert gateway._serves(address, "m") is False
+
+
+def test_a_collector_makes_smg_trace_and_pass_traces_on(monkeypatch: pytest.MonkeyPatch, smg: Path) -> None:
+    arguments = arguments_of(monkeypatch, "--otlp-endpoint", "http://collector:4317", "--", "--api-key", "k")
+    traces = ["--enable-trace", "--otlp-traces-endpoint", "collector:4317", "--log-level", "info"]
+    assert arguments[-7:] == [*traces, "--api-key", "k"]
+
+
+@pytest.mark.parametrize("endpoint", ["https://collector:4317", "collector:4317", "http://collector", "http://c:1/x"])
+@pytest.mark.usefixtures("smg")
+def test_a_collector_that_smg_cannot_reach_is_refused(endpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gateway", "--otlp-endpoint", endpoint]) == 1
+    assert "--otlp-endpoint is" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("smg")
+def test_up_tells_the_collector_to_all_services_and_the_gateway() -> None:
+    plan = up_plan.read(["--port", "0", "--gateway", "--otlp-endpoint", "http://collector:4317"])
+    assert {config.otlp_endpoint for config in plan.configs.values()} == {"http://collector:4317"}
+    assert all("--otlp-endpoint" in command.arguments for command in plan.commands.values())
+    told = up_plan.gateway_command("127.0.0.1:1", "127.0.0.1:2", "http://collector:4317").arguments
+    assert told[-2:] == ("--otlp-endpoint", "http://collector:4317")
+    with pytest.raises(StartError, match="SMG sends spans without TLS alone"):
+        up_plan.read(["--port", "0", "--gateway", "--otlp-endpoint", "https://collector:4317"])

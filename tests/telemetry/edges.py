@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from loadtest.otlp_sink import SpanSeen
 
@@ -35,7 +36,12 @@ def steps(spans: Sequence[SpanSeen], service: str) -> list[SpanSeen]:
     return [span for span in spans if span.name == "step" and span.service == service]
 
 
-def has_ended(*names: str) -> object:
+def attributes(spans: Sequence[SpanSeen], name: str, key: str) -> list[Any]:
+    """The values of an attribute in all spans of a name."""
+    return [span.attributes[key] for span in spans if span.name == name]
+
+
+def has_ended(*names: str) -> Callable[[Sequence[SpanSeen]], bool]:
     """Whether the SERVER span has come, and these parts."""
     return lambda spans: {*names} <= {span.name for span in spans} and any(span.kind == "SERVER" for span in spans)
 

@@ -212,8 +212,9 @@ _STREAM = {False: "unary", True: "stream"}
 
 
 def _code(context: Any, error: BaseException | None) -> str:
-    """Name of a call's status, given how its handler ended."""
-    if isinstance(error, asyncio.CancelledError):
+    """Name of a call's status, given how its handler ended: all but an abort is of a call that is gone, since what
+    else a handler raises is made an abort further in, and fails as one only where no client is left to hear of it."""
+    if error is not None and not isinstance(error, grpc.aio.AbortError):
         left_s = context.time_remaining()
         return "DEADLINE_EXCEEDED" if left_s is not None and left_s <= 0 else "CANCELLED"
     code = context.code()
