@@ -99,8 +99,8 @@ def evaluable() -> Iterator[tuple[str, str]]:
                     expression = expression.replace(name, value)
                 yield f"{path.stem}: {panel['title']}", expression
     for alert in alerts():
-        for side in re.split(r" (?:>|==) ", alert["expr"]):
-            yield alert["alert"], side
+        sides = re.split(r" (?:>|==) ", alert["expr"])
+        yield from ((alert["alert"], side) for side in sides if not re.fullmatch(r"[\d.]+", side))
 
 
 async def load(address: str) -> None:
