@@ -58,7 +58,7 @@ compiler: ## install g++, with which the tests run the CUDA kernels on the CPU (
 	@command -v g++ >/dev/null || { echo "installing with apt-get: g++"; apt-get update -q && \
 		apt-get install -qy --no-install-recommends g++; }
 
-test-tools: ## install what the slow tests of the Node, Go, Java and C++ examples, proxies, metrics and images need (Debian, as root)
+test-tools: ## install what slow tests need: compilers, proxies, Prometheus, image tools (Debian, as root), Phoenix
 	@test -x $(PHOENIX)/bin/phoenix || { echo "installing arize-phoenix into $(PHOENIX)";  $(PYTHON) -m venv $(PHOENIX) && \
 		$(PHOENIX)/bin/python -m pip --disable-pip-version-check install -q arize-phoenix==$(lastword $(subst -, ,$(PHOENIX))); }
 	@missing=; for package in $(CLIENT_PACKAGES) prometheus; do dpkg -s $$package >/dev/null 2>&1 || missing="$$missing $$package"; done; \
