@@ -23,6 +23,8 @@
 - {{ printf "--host=%s" .root.Values.listen.host | quote }}
 - --port={{ .port }}
 - --drain-s={{ .drainSeconds }}
+- --log-format={{ .root.Values.logs.format }}
+- --log-level={{ .root.Values.logs.level }}
 {{- if $model.hub.id }}
 - {{ printf "--model=%s" $model.hub.id | quote }}
 {{- with $model.hub.revision }}
