@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
-PHOENIX := .venv-phoenix
+PHOENIX := $(HOME)/.cache/triptych/phoenix-20.26.1
 
 PLOTTED := bench_serve bench_scheduler
 
@@ -51,8 +51,8 @@ compiler: ## install g++, with which the tests run the CUDA kernels on the CPU (
 		apt-get install -qy --no-install-recommends g++; }
 
 test-tools: ## install what slow tests need: other languages' compilers, Prometheus (Debian, as root), Phoenix
-	test -x $(PHOENIX)/bin/phoenix || { $(PYTHON) -m venv $(PHOENIX) && \
-		$(PHOENIX)/bin/python -m pip --disable-pip-version-check install -q arize-phoenix==20.26.1; }
+	@test -x $(PHOENIX)/bin/phoenix || { echo "installing arize-phoenix into $(PHOENIX)";  $(PYTHON) -m venv $(PHOENIX) && \
+		$(PHOENIX)/bin/python -m pip --disable-pip-version-check install -q arize-phoenix==$(lastword $(subst -, ,$(PHOENIX))); }
 	@missing=; for package in $(CLIENT_PACKAGES) prometheus; do dpkg -s $$package >/dev/null 2>&1 || missing="$$missing $$package"; done; \
 	command -v npm >/dev/null || missing="$$missing nodejs npm"; \
 	test -z "$$missing" || { echo "installing with apt-get:$$missing"; apt-get update -q && \
@@ -79,6 +79,6 @@ gpu-check: ## check the kernels on this machine's GPU, in four minutes; ARGS=--d
 	$(BIN)/python -m tests.gpu_check $(ARGS)
 
 clean: ## remove .venv, generated stubs and caches; fetched models stay
-	rm -rf $(VENV) $(PHOENIX) build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis clients/node/node_modules clients/*/build
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis clients/node/node_modules clients/*/build
 	find proto/triptych -name '*_pb2*.py*' -delete
 	find services kernels loadtest tests proto clients -name __pycache__ -type d -prune -exec rm -rf {} +
