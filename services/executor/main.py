@@ -170,7 +170,7 @@ async def _serve(executor: Executor, settings: ExecutorConfig, startup: Startup)
     servicer = ExecutorServicer(executor, server.health, startup, spans)
     metrics = open_metrics(settings)
     if metrics is not None:
-        metrics.start(servicer.tallies.readings, model=settings.model)
+        metrics.start(servicer.tallies.readings, model=Path(settings.model).name)
     executor_pb2_grpc.add_ExecutorServiceServicer_to_server(servicer, server.grpc)
     await server.start([SERVICE_NAME])
     # Before any weight is loaded: a scheduler must reach it to have them loaded.
