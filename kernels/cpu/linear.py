@@ -144,6 +144,7 @@ def multiply_piece(x, panels, out, resume, first_row, rows, first_panel, last_pa
     beside = tile.PANELS_BESIDE[min(rows, tile.ROWS)]
     each = depth * tile.OUTPUTS * panels.itemsize
     ahead = _AHEAD_BYTES if tiles == 1 else beside * each
+    step = tile.OUTPUTS * panels.itemsize // tiles  # tiles share what is asked for ahead
     whole = outputs // tile.OUTPUTS
     for s in range(slices):
         begin = depth * s // slices
@@ -173,13 +174,15 @@ def multiply_piece(x, panels, out, resume, first_row, rows, first_panel, last_pa
                 if widens:
                     tile.multiply(
                         widened, height, last - first, source, depth, places.ctypes.data, tile.OUTPUTS, count,
-                        y + r * y_stride * 4, y_stride, go_on, tile.OUTPUTS * 2,
+                        y + r * y_stride * 4, y_stride, go_on, step,
                     )  # fmt: skip
                 else:
                     tile.multiply(
                         panels, height, last - first, source, depth, places.ctypes.data, tile.OUTPUTS, count,
-                        y + r * y_stride * 4, y_stride, go_on, tile.OUTPUTS * panels.itemsize,
+                        y + r * y_stride * 4, y_stride, go_on, step,
                     )  # fmt: skip
+                for i in range(last - first):
+                    places[1, i] += step * count
             if first == whole and s == slices - 1:
                 for r in range(rows):
                     for i in range(outputs - whole * tile.OUTPUTS):
