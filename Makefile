@@ -56,8 +56,8 @@ compiler: ## install g++, with which the tests run the CUDA kernels on the CPU (
 test-tools: ## install what the slow tests of proxies and of Node, Go, Java and C++ need (Debian, as root)
 	@missing=; for package in $(CLIENT_PACKAGES); do dpkg -s $$package >/dev/null 2>&1 || missing="$$missing $$package"; done; \
 	command -v npm >/dev/null || missing="$$missing nodejs npm"; \
-	command -v nginx /usr/sbin/nginx >/dev/null || missing="$$missing nginx-light"; \
-	command -v haproxy /usr/sbin/haproxy >/dev/null || missing="$$missing haproxy"; \
+	test -x /usr/sbin/nginx || missing="$$missing nginx-light"; \
+	test -x /usr/sbin/haproxy || missing="$$missing haproxy"; \
 	test -z "$$missing" || { echo "installing with apt-get:$$missing"; apt-get update -q && \
 		apt-get install -qy --no-install-recommends $$missing; }
 
