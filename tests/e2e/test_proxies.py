@@ -43,7 +43,7 @@ def executable(name: str) -> str:
         or shutil.which(name, path="/usr/sbin")
     )
     if found is None:
-        pytest.fail(f"{name} is not installed; `make install` brings envoy, `make test-tools` nginx and haproxy")
+        pytest.fail(f"{name} is not installed; `make test-tools` brings it")
     return found
 
 

@@ -47,13 +47,13 @@ class Contract:
 class Proxy(grpc.GenericRpcHandler):
     """Every message goes through the contract's classes, and loses what they do not know, or gains what nobody does.
 
-    `seen` are the messages as the other contract read them; `unread` those among them of which it did not know a part.
+    `seen` are the messages as the other contract read them; `unread` the requests of which it did not know a part.
     """
 
     def __init__(
         self, target: str, contract: Contract, *, change: Change = lambda message: None, from_the_future: bool = False
     ) -> None:
-        self._target = target
+        self.target = target
         self._contract = contract
         self._change = change
         self._tail = UNKNOWN_FIELD if from_the_future else b""
@@ -66,7 +66,7 @@ class Proxy(grpc.GenericRpcHandler):
         server = grpc.aio.server(options=server_options())
         server.add_generic_rpc_handlers((self,))
         port = server.add_insecure_port("127.0.0.1:0")
-        async with grpc.aio.insecure_channel(self._target, options=channel_options()) as self._channel:
+        async with grpc.aio.insecure_channel(self.target, options=channel_options()) as self._channel:
             await server.start()
             try:
                 yield port
@@ -84,12 +84,12 @@ class Proxy(grpc.GenericRpcHandler):
 
             async def passed() -> AsyncIterator[bytes]:
                 async for request in requests:
-                    yield self._through(request_type, request)
+                    yield self._through(request_type, request, self.unread)
 
             call = self._channel.stream_stream(path)(passed())
             try:
                 async for response in call:
-                    yield self._through(response_type, response)
+                    yield self._through(response_type, response, [])
             except grpc.aio.AioRpcError as error:
                 await context.abort(error.code(), error.details(), tuple(error.trailing_metadata()))
             finally:
@@ -97,10 +97,10 @@ class Proxy(grpc.GenericRpcHandler):
 
         return grpc.stream_stream_rpc_method_handler(relay)
 
-    def _through(self, kind: type[Message], raw: bytes) -> bytes:
+    def _through(self, kind: type[Message], raw: bytes, unread: list[Message]) -> bytes:
         message = kind.FromString(raw)
         if len(unknown_fields.UnknownFieldSet(message)):
-            self.unread.append(message)
+            unread.append(message)
         message.DiscardUnknownFields()  # type: ignore[attr-defined]
         self._change(message)
         self.seen.append(message)
