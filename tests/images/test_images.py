@@ -15,7 +15,7 @@ from tests.support.checkpoints import reference_ids
 from tests.support.cluster import free_port
 from tests.support.images import BASE, Container, Images
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 ANY_USER = "12345:0"
 """As OpenShift gives them: a user that no file knows, of group 0."""
@@ -159,7 +159,7 @@ def _reference(prompt: str, count: int) -> str:
 
 
 def _wait_generate(port: int, log: Path) -> None:
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 900
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         health = health_pb2_grpc.HealthStub(channel)
         while time.monotonic() < deadline:
@@ -170,4 +170,4 @@ def _wait_generate(port: int, log: Path) -> None:
             except grpc.RpcError:
                 pass
             time.sleep(0.5)
-    raise TimeoutError(f"no token can be made after 300 s:\n{log.read_text()[-4000:]}")
+    raise TimeoutError(f"no token can be made after 900 s:\n{log.read_text()[-4000:]}")
