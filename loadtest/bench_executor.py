@@ -125,7 +125,7 @@ async def _transformers(python: Path, model: Path) -> AsyncIterator[Run]:
 
 
 def lengths_for(peer: str, quick: bool) -> serve_load.Lengths:
-    """Of the load through a peer: halves where a quick run would wait minutes for the whole."""
+    """Of the load through a peer: halves for slow ones of a quick run, which has little time."""
     return serve_load.HALF if quick and peer in SLOW_PEERS else serve_load.WHOLE
 
 
