@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
-PHOENIX := .venv-phoenix
+PHOENIX := $(HOME)/.cache/triptych/phoenix-20.26.1
 
 # In an environment of their own: they and what they need are no part of Triptych.
 AUDIT := build/audit
@@ -58,9 +58,9 @@ compiler: ## install g++, with which the tests run the CUDA kernels on the CPU (
 	@command -v g++ >/dev/null || { echo "installing with apt-get: g++"; apt-get update -q && \
 		apt-get install -qy --no-install-recommends g++; }
 
-test-tools: ## install what the slow tests of the Node, Go, Java and C++ examples, proxies, metrics and images need (Debian, as root)
-	test -x $(PHOENIX)/bin/phoenix || { $(PYTHON) -m venv $(PHOENIX) && \
-		$(PHOENIX)/bin/python -m pip --disable-pip-version-check install -q arize-phoenix==20.26.1; }
+test-tools: ## install what slow tests need: compilers, proxies, Prometheus, image tools (Debian, as root), Phoenix
+	@test -x $(PHOENIX)/bin/phoenix || { echo "installing arize-phoenix into $(PHOENIX)";  $(PYTHON) -m venv $(PHOENIX) && \
+		$(PHOENIX)/bin/python -m pip --disable-pip-version-check install -q arize-phoenix==$(lastword $(subst -, ,$(PHOENIX))); }
 	@missing=; for package in $(CLIENT_PACKAGES) prometheus; do dpkg -s $$package >/dev/null 2>&1 || missing="$$missing $$package"; done; \
 	command -v npm >/dev/null || missing="$$missing nodejs npm"; \
 	command -v buildah >/dev/null || missing="$$missing buildah"; \
@@ -113,6 +113,6 @@ images: ## build the images with DOCKER=docker; VARIANT=cuda for GPUs, REGISTRY 
 	done
 
 clean: ## remove .venv, generated stubs and caches; fetched models stay
-	rm -rf $(VENV) $(PHOENIX) build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis clients/node/node_modules clients/*/build
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis clients/node/node_modules clients/*/build
 	find proto/triptych -name '*_pb2*.py*' -delete
 	find services kernels loadtest tests proto clients -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -100,9 +100,8 @@ def _default(field: FieldInfo) -> str:
 
 def main() -> int:
     """Rewrites the pages."""
-    pages = {PATH: render(), metric_docs.PATH: metric_docs.render()} | {
-        api_docs.path(name): api_docs.render(name) for name in api_docs.PAGES
-    }
+    pages = {PATH: render(), metric_docs.PATH: metric_docs.render()}
+    pages |= {api_docs.path(name): api_docs.render(name) for name in api_docs.PAGES}
     for path, text in pages.items():
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")

@@ -158,9 +158,10 @@ class _TagGrammar:
             self._lines.append(f"{name}: {self._literal(tag.begin)} {rest}")
             return name
         trigger = tag.trigger or tag.begin
-        control, text = self._split(trigger)
+        control, head = self._split(trigger)
         if control is not None:
-            begin = f"TEXT <[{control}]> {self._literal(tag.begin[len(text) :])}"
+            text = self._up_to(f"BEFORE_{i}", trigger[: head.start])
+            begin = f"{text} <[{control}]> {self._literal(tag.begin[head.stop :])}"
         else:
             self._lines.append(f"head_{i}[lazy]: FREE {_quoted(trigger)}")
             self._text_triggers.append(trigger)
@@ -170,26 +171,29 @@ class _TagGrammar:
 
     def _lead(self) -> str:
         """Adds the rule of the free text before the first span."""
-        control, text = self._split(self._tags.text_until)
+        control, head = self._split(self._tags.text_until)
         if control is not None:
-            self._lines.append(f"lead: FREE <[{control}]> {self._literal(self._tags.text_until[len(text) :])}")
+            text = self._up_to("LEAD", self._tags.text_until[: head.start], "FREE")
+            self._lines.append(f"lead: {text} <[{control}]> {self._literal(self._tags.text_until[head.stop :])}")
         else:
             self._lines.append(f"lead[lazy]: FREE {_quoted(self._tags.text_until)}")
         return "lead"
 
-    def _split(self, text: str) -> tuple[int | None, str]:
-        """The control token that a trigger begins with, and its text; None for a trigger of text alone."""
-        pieces = self._pieces(text)
-        if all(token is None for token, _ in pieces):
-            return None, ""
-        token, spelled = pieces[0]
-        if token is None:
-            raise GrammarError(
-                "structural_tags",
-                f"{text[:80]!r} has text before a control token, {pieces[1][1]!r}; a trigger and text_until begin with "
-                "it, or hold none",
-            )
-        return token, spelled
+    def _up_to(self, name: str, ending: str, text: str = "TEXT") -> str:
+        """The terminal of free text that has this ending, added under that name; of any, without one."""
+        if not ending:
+            return text
+        self._lines.append(f"{name}: {text} & /(.|\\n)*{_escaped(ending)}/")
+        return name
+
+    def _split(self, text: str) -> tuple[int | None, slice]:
+        """The first control token of a trigger, and where in it that is spelled; None for a trigger of text alone."""
+        start = 0
+        for token, piece in self._pieces(text):
+            if token is not None:
+                return token, slice(start, start + len(piece))
+            start += len(piece)
+        return None, slice(0)
 
     def _literal(self, text: str) -> str:
         return " ".join(f"<[{token}]>" if token is not None else _quoted(part) for token, part in self._pieces(text))

@@ -183,12 +183,16 @@ class PersistentBatch:
         Plans made before that was known count on what the rows would have given: one id of each that has reached the
         end of its ids, none of a prefill that goes on. So that one, an id that nobody reads, is kept.
         """
+        if not slots.size:
+            return
         columns = self._columns
         columns.failed[slots] = 1
         slots = slots[columns.computed[slots] == columns.tokens[slots]]
         self.append(slots, np.zeros(len(slots), np.int64))
 
     def _check_freed(self, columns: _Columns, plan: Plan) -> None:
+        if not plan.freed_slots.size:
+            return
         freed = self._slots(plan.freed_slots, "freed_slots")
         if idle := freed[columns.tokens[freed] == 0].tolist():
             raise BadPlanError(f"freed_slots names slot {idle[0]}, which is not in use", (idle[0],))
@@ -253,6 +257,8 @@ class PersistentBatch:
                 )
 
     def _check_new_blocks(self, columns: _Columns, plan: Plan) -> None:
+        if not plan.new_blocks.size:
+            return
         slots, blocks = plan.new_blocks[:, 0], plan.new_blocks[:, 1]
         self._check_blocks(blocks, "new_blocks")
         if slots.size and slots.max() >= self.settings.max_slots:
@@ -327,6 +333,8 @@ class PersistentBatch:
         columns.computed[slots] = after
 
     def _check_masked(self, columns: _Columns, plan: Plan) -> None:
+        if not plan.masked_slots.size:
+            return
         masked = self._slots(plan.masked_slots, "masked_slots")
         if astray := masked[~np.isin(masked, plan.slots)].tolist():
             raise BadPlanError(f"masked_slots names slot {astray[0]}, which has no row in the step", (astray[0],))
@@ -340,7 +348,7 @@ class PersistentBatch:
     def _slots(self, slots: Int64s, what: str) -> Int64s:
         if slots.size and slots.max() >= self.settings.max_slots:
             raise BadPlanError(f"{what}: slot {slots.max()} is past the {self.settings.max_slots} slots")
-        if len(np.unique(slots)) != len(slots):
+        if len(slots) > 1 and len(np.unique(slots)) != len(slots):
             raise BadPlanError(f"{what} names a slot twice")
         return slots
 

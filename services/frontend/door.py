@@ -50,6 +50,7 @@ _SERVED = {
         "cache_salt",
         "label",
         "resume",
+        "truncate_prompt_tokens",
     },
     "Resume": {"seed", "fingerprint", "choices"},
     "Resume.Received": {"index", "token_ids", "text_bytes", "finished", "cumulative_logprob"},

@@ -34,7 +34,8 @@ class Intake:
         prompt_ids = await self._prompt(request, options, facts, path)
         kind = request.WhichOneof("prompt")
         job = self._job(prompt_ids, options, facts, prompt_field=f"{path}{kind}", path=path)
-        return await self._echoing(job, request.text if kind == "text" else None)
+        is_whole = kind == "text" and options.truncate_prompt_tokens is None
+        return await self._echoing(job, request.text if is_whole else None)
 
     async def chat(self, request: inference_pb2.ChatRequest, facts: EngineFacts, path: str = "") -> Job:
         """A job for a conversation. Raises RequestError."""
@@ -43,7 +44,7 @@ class Intake:
         conversation = await self._conversation(request, path)
         field = f"{path}messages"
         prompt = await self._model.encode_chat(conversation, field)
-        job = self._job(prompt.ids, options, facts, prompt_field=field, path=path)
+        job = self._job(options.kept(prompt.ids), options, facts, prompt_field=field, path=path)
         options = replace(options, grammar=await self._grammar(conversation, prompt, options, facts, path))
         formats = prompt.formats and prompt.formats.held_to(options.grammar)
         return await self._echoing(replace(job, options=options, formats=formats))
@@ -98,19 +99,22 @@ class Intake:
         if kind is None:
             raise invalid(f"{path}prompt", "is missing; text or token_ids is needed")
         if kind == "text":
-            return await self._model.encode_text(request.text, add_special_tokens=_wants_special(request))
+            ids = await self._model.encode_text(request.text, add_special_tokens=_wants_special(request))
+            return options.kept(ids)
         if request.add_special_tokens:
             raise invalid(f"{path}add_special_tokens", "is for text; token_ids are taken as they are")
+        num_ids = len(request.token_ids.ids)
+        num_kept = min(num_ids, options.truncate_prompt_tokens or num_ids)
         check_fits(
             options,
-            prompt_tokens=len(request.token_ids.ids),
+            prompt_tokens=num_kept,
             context_tokens=facts.context_tokens,
             prompt_field=f"{path}token_ids",
         )
-        self._check_scored(options, len(request.token_ids.ids), path)
+        self._check_scored(options, num_kept, path)
         ids = tuple(request.token_ids.ids)
         check_ids(ids, self._model.vocab_size(facts), f"{path}token_ids.ids")
-        return ids
+        return options.kept(ids)
 
     async def _options(self, message: inference_pb2.Options, facts: EngineFacts, path: str) -> Options:
         """All options, the grammar compiled."""
@@ -121,6 +125,7 @@ class Intake:
             vocab_size=self._model.vocab_size(facts),
             max_choices=facts.max_choices,
             max_logprobs=facts.max_logprobs,
+            context_tokens=facts.context_tokens,
             path=f"{path}options",
         )
         if options.grammar is not None:

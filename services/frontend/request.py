@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -72,11 +72,18 @@ class Options:
     cache_salt: str = ""
     label: str = ""
     grammar: Grammar | None = None
+    truncate_prompt_tokens: int | None = None
 
     @property
     def num_choices(self) -> int:
         """Those that are run."""
         return self.n if self.best_of is None else self.best_of
+
+    def kept(self, prompt_ids: Sequence[int]) -> tuple[int, ...]:
+        """A prompt's ids as it is run with."""
+        if self.truncate_prompt_tokens is None:
+            return tuple(prompt_ids)
+        return tuple(prompt_ids[-self.truncate_prompt_tokens :])
 
     @property
     def engine_logprobs(self) -> int | None:

@@ -10,7 +10,7 @@ import grpc
 
 from services.common import checkpoint
 from services.common.errors import RequestError
-from services.frontend import chat, tokenizer, tool_grammar
+from services.frontend import chat, tokenizer
 from services.frontend.control_tokens import ControlTokens
 from services.frontend.conversation import Calling, Conversation, ToolUse
 from services.frontend.defaults import sampling_defaults
@@ -114,9 +114,7 @@ class ServedModel:
 
     def call_format(self, tool_use: ToolUse) -> ToolCallFormat | None:
         """How the calls of an answer are written; None where there are to be none."""
-        if tool_use.calling is Calling.NONE or self.tool_calls is None:
-            return None
-        return formats.held(self.tool_calls) if tool_grammar.promise(tool_use) else self.tool_calls
+        return None if tool_use.calling is Calling.NONE else self.tool_calls
 
     def _reasoning_until(self, conversation: Conversation, prompt: str, found: OutputFormats | None) -> str:
         if found is None or found.reasoning is None:

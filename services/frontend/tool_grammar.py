@@ -32,18 +32,15 @@ def promise(tool_use: ToolUse) -> str:
 
 
 def make(tool_use: ToolUse, form: ToolCallFormat, *, text_until: str = "") -> Grammar:
-    """Of a request that promises something: a format with spans is needed.
+    """Of a request that promises something.
 
     REQUIRED and a named tool hold all arguments to their schemas; AUTO those of strict tools, the others to an object.
     A named tool is called once. Before calls that are required there is text up to `text_until`, reasoning, or none.
     """
-    span = form.span
-    if span is None:
-        raise ValueError(f"calls of the format {form.name} have no spans")
     required = tool_use.calling is Calling.REQUIRED
     tags = []
     for tool in _callable(tool_use):
-        text = span(tool.name)
+        text = form.span(tool.name)
         schema = _schema(tool) if required or tool.strict else _ANY_OBJECT
         tags.append(Tag(text.begin, json.dumps(schema, ensure_ascii=False), text.end, text.trigger))
     single = bool(tool_use.named) or not tool_use.parallel

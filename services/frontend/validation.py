@@ -30,11 +30,12 @@ def read_options(
     vocab_size: int,
     max_choices: int = 1,
     max_logprobs: int = 0,
+    context_tokens: int | None = None,
     path: str = "options",
 ) -> Options:
     """Options in range, sampling and seed filled. Raises RequestError(INVALID_ARGUMENT).
 
-    `max_choices` and `max_logprobs` are the engine's.
+    `max_choices`, `max_logprobs` and `context_tokens` are the engine's.
     """
     _check_counts(options, limits, path)
     _check_engines(options.n, max_choices, f"{path}.n")
@@ -63,6 +64,7 @@ def read_options(
         cache_salt=_read_salt(options.cache_salt, limits, f"{path}.cache_salt"),
         label=_read_label(options.label, f"{path}.label"),
         grammar=grammar,
+        truncate_prompt_tokens=_read_truncation(options, context_tokens, f"{path}.truncate_prompt_tokens"),
     )
 
 
@@ -252,6 +254,17 @@ def _read_best_of(options: inference_pb2.Options, limits: Limits, max_choices: i
 def _check_engines(wanted: int, limit: int, path: str) -> None:
     if wanted > limit:
         raise invalid(path, f"is {wanted}, the engine takes at most {limit}")
+
+
+def _read_truncation(options: inference_pb2.Options, context_tokens: int | None, path: str) -> int | None:
+    if not options.HasField("truncate_prompt_tokens"):
+        return None
+    wanted = options.truncate_prompt_tokens
+    if wanted == 0:
+        raise invalid(path, "is 0; a prompt has one token or more")
+    if context_tokens is not None and wanted > context_tokens:
+        raise invalid(path, f"is {wanted}, the context holds {context_tokens}; ask for at most as many")
+    return wanted
 
 
 def _read_hold(options: inference_pb2.Options, limits: Limits, path: str) -> Hold:

@@ -11,10 +11,10 @@ from services.common.telemetry.tracing import Tracer
 from services.scheduler.core.step import StepPlan
 from services.scheduler.request_spans import TracedRequest
 
-INTERVAL_NS = 100_000_000
-"""At most one a tenth of a second: what a request's steps are like, not each of them."""
+INTERVAL_NS = 200_000_000
+"""At most one a fifth of a second: what a request's steps are like, not each of them."""
 
-MAX_LINKS = 32
+MAX_LINKS = 16
 
 
 @dataclass(frozen=True, eq=False)

@@ -118,14 +118,16 @@ async def test_T7_ids_of_text_that_is_held_back_are_told_at_once_and_at_every_en
         assert cut.ids == output[:-1] and cut.complete.finish_reason == "length"
 
 
+@BOTH
 @pytest.mark.parametrize(("stop", "place"), [([""], 0), (["a", ""], 1)])
-async def test_T8_an_empty_stop_string_is_refused(model: Path, stop: list[str], place: int) -> None:
+async def test_T8_an_empty_stop_string_is_refused(model: Path, stop: list[str], place: int, stream: bool) -> None:
     async with serving(model, vllm_adapter=True) as served:
-        error = await failure(generate(served.channel, by_ids([10], stop=stop)))
+        error = await failure(generate(served.channel, by_ids([10], stop=stop, stream=stream)))
         assert refused(error) == [f"sampling_params.stop[{place}]"] and served.engine.submits == []
 
 
-async def test_T11_one_bos_before_a_text_that_may_have_it_already(tmp_path: Path) -> None:
+@BOTH
+async def test_T11_one_bos_before_a_text_that_may_have_it_already(tmp_path: Path, stream: bool) -> None:
     model = text_checkpoint(tmp_path / "m")
     (model / "tokenizer.json").write_text(llama2_like(adds_bos=True))
     (model / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
@@ -133,18 +135,19 @@ async def test_T11_one_bos_before_a_text_that_may_have_it_already(tmp_path: Path
     bos = tokenizer.backend.token_to_id("<s>")
     async with serving(model, scripted([2], vocab_size=tokenizer.vocab_size), vllm_adapter=True) as served:
         for text in ("the dog", "<s>the dog"):
-            await generate(served.channel, by_text(text, max_tokens=1))
+            await generate(served.channel, by_text(text, max_tokens=1, stream=stream))
             assert served.engine.prompts[-1].count(bos) == 1 and served.engine.prompts[-1][0] == bos
-        await generate(served.channel, by_ids([5, 6], max_tokens=1))
+        await generate(served.channel, by_ids([5, 6], max_tokens=1, stream=stream))
         assert served.engine.prompts[-1] == (5, 6), "ids are taken as they are"
 
 
+@BOTH
 async def test_T12_a_text_too_long_is_refused_before_it_is_tokenized(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     async with serving(model, vllm_adapter=True, max_prompt_bytes=1000) as served:
         monkeypatch.setattr(served.frontend.model.tokenizer, "encode", lambda *_, **__: pytest.fail("tokenized"))
-        error = await failure(generate(served.channel, by_text("a" * 1001)))
+        error = await failure(generate(served.channel, by_text("a" * 1001, stream=stream)))
         assert refused(error) == ["text"] and reason(error) == "PROMPT_TOO_LONG"
 
 
@@ -153,45 +156,65 @@ async def test_T12_a_text_too_long_is_refused_before_it_is_tokenized(
 OUTSIDE = (512, 575, 576, 2**31 - 1)
 
 
+@BOTH
 @pytest.mark.parametrize("token_id", [*OUTSIDE, 2**31, 2**32 - 1])
-async def test_S1_an_id_outside_the_vocabulary_is_refused_in_every_field(model: Path, token_id: int) -> None:
+async def test_S1_an_id_outside_the_vocabulary_is_refused_in_every_field(
+    model: Path, token_id: int, stream: bool
+) -> None:
     async with serving(model, scripted([50], vocab_size=576), vllm_adapter=True) as served:
         asked = [
-            (by_ids([10, token_id]), "tokenized.input_ids[1]"),
-            (by_ids([10], stop_token_ids=[7, token_id]), "sampling_params.stop_token_ids[1]"),
+            (by_ids([10, token_id], stream=stream), "tokenized.input_ids[1]"),
+            (by_ids([10], stop_token_ids=[7, token_id], stream=stream), "sampling_params.stop_token_ids[1]"),
         ]
         if token_id in OUTSIDE:  # the field is a signed one
-            asked.append((by_ids([10], logit_bias={token_id: 1.0}), f"sampling_params.logit_bias[{token_id}]"))
+            asked.append(
+                (by_ids([10], logit_bias={token_id: 1.0}, stream=stream), f"sampling_params.logit_bias[{token_id}]")
+            )
         for request, field in asked:
             assert refused(await failure(generate(served.channel, request))) == [field]
         assert served.engine.submits == []
 
 
+@BOTH
 @pytest.mark.parametrize("token_id", [-1, -(2**31)])
-async def test_S1_a_negative_id_is_refused_where_the_contract_can_say_it(model: Path, token_id: int) -> None:
+async def test_S1_a_negative_id_is_refused_where_the_contract_can_say_it(
+    model: Path, token_id: int, stream: bool
+) -> None:
     async with serving(model, vllm_adapter=True) as served:
-        error = await failure(generate(served.channel, by_ids([10], logit_bias={token_id: 1.0})))
+        error = await failure(generate(served.channel, by_ids([10], logit_bias={token_id: 1.0}, stream=stream)))
         assert refused(error) == [f"sampling_params.logit_bias[{token_id}]"]
 
 
+@BOTH
 @pytest.mark.parametrize("temperature", [0.0, 1e-12, 1e-6, 1e-5, 1e-4, 1e-3])
-async def test_S2_a_tiny_temperature_reaches_the_engine_as_it_is(model: Path, temperature: float) -> None:
+async def test_S2_a_tiny_temperature_reaches_the_engine_as_it_is(model: Path, temperature: float, stream: bool) -> None:
     async with serving(model, scripted([50]), vllm_adapter=True) as served:
-        await generate(served.channel, by_ids([10], temperature=temperature, max_tokens=1))
+        await generate(served.channel, by_ids([10], temperature=temperature, max_tokens=1, stream=stream))
         assert served.engine.submits[0].sampling.temperature == pytest.approx(temperature, rel=1e-6)
 
 
+@BOTH
 @pytest.mark.parametrize(("top_k", "sent"), [(0, -1), (1, 1), (511, 511), (512, -1), (9_999_999, -1), (2**32 - 1, -1)])
-async def test_S3_top_k_at_its_edges(model: Path, top_k: int, sent: int) -> None:
+async def test_S3_top_k_at_its_edges(model: Path, top_k: int, sent: int, stream: bool) -> None:
     async with serving(model, scripted([50]), vllm_adapter=True) as served:
-        await generate(served.channel, by_ids([10], top_k=top_k, max_tokens=1))
+        await generate(served.channel, by_ids([10], top_k=top_k, max_tokens=1, stream=stream))
         assert served.engine.submits[0].sampling.top_k == sent
 
 
-async def test_S5_a_seed_is_the_callers_or_drawn_anew(model: Path) -> None:
+@BOTH
+async def test_S4_penalties_reach_the_engine_as_they_are(model: Path, stream: bool) -> None:
+    asked = {"repetition_penalty": 1.5, "presence_penalty": -2.0, "frequency_penalty": 2.0}
+    async with serving(model, scripted([50]), vllm_adapter=True) as served:
+        await generate(served.channel, by_ids([10], max_tokens=1, stream=stream, **asked))
+        sampling = served.engine.submits[0].sampling
+        assert {name: getattr(sampling, name) for name in asked} == asked
+
+
+@BOTH
+async def test_S5_a_seed_is_the_callers_or_drawn_anew(model: Path, stream: bool) -> None:
     async with serving(model, scripted([50]), vllm_adapter=True) as served:
         for seed in ({"seed": 7}, {"seed": 7}, {"seed": 0}, {}, {}):
-            await generate(served.channel, by_ids([10], temperature=1.0, max_tokens=1, **seed))
+            await generate(served.channel, by_ids([10], temperature=1.0, max_tokens=1, **seed, stream=stream))
         seeds = [submit.seed for submit in served.engine.submits]
         assert seeds[:3] == [7, 7, 0] and len(set(seeds)) == 4
 
@@ -215,14 +238,15 @@ async def test_S6_max_tokens_and_prompts_at_their_edges(model: Path, stream: boo
         assert len(unset.ids) == CONTEXT - 1
 
 
+@BOTH
 @pytest.mark.parametrize("max_tokens", [0, 1, None])
 @pytest.mark.parametrize("prompt_tokens", [CONTEXT - 1, CONTEXT, CONTEXT + 1])
 async def test_S7_prompt_and_max_tokens_fit_the_context_by_one_rule(
-    model: Path, prompt_tokens: int, max_tokens: int | None
+    model: Path, prompt_tokens: int, max_tokens: int | None, stream: bool
 ) -> None:
     params = {} if max_tokens is None else {"max_tokens": max_tokens}
     async with serving(model, scripted([50], context_tokens=CONTEXT), vllm_adapter=True) as served:
-        call = generate(served.channel, by_ids([10] * prompt_tokens, **params))
+        call = generate(served.channel, by_ids([10] * prompt_tokens, **params, stream=stream))
         if prompt_tokens + (max_tokens or 0) <= CONTEXT:
             reply = await call
             assert len(reply.ids) == (CONTEXT - prompt_tokens if max_tokens is None else max_tokens)
@@ -243,11 +267,38 @@ HUGE: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@BOTH
 @pytest.mark.parametrize(("params", "field"), HUGE, ids=[field for _, field in HUGE])
-async def test_S8_what_is_huge_is_refused_by_configuration(model: Path, params: dict[str, Any], field: str) -> None:
+async def test_S8_what_is_huge_is_refused_by_configuration(
+    model: Path, params: dict[str, Any], field: str, stream: bool
+) -> None:
     async with serving(model, vllm_adapter=True) as served:
-        assert refused(await failure(generate(served.channel, by_ids([10], **params)))) == [f"sampling_params.{field}"]
+        assert refused(await failure(generate(served.channel, by_ids([10], **params, stream=stream)))) == [
+            f"sampling_params.{field}"
+        ]
         assert served.engine.submits == []
+
+
+# -- constraints
+
+UNCOMPILED: dict[str, dict[str, Any]] = {
+    "json_schema": {"json_schema": '{"type": "objekt"}'},
+    "regex": {"regex": "("},
+    "grammar": {"grammar": 'begin: "a"'},
+    "choice": {"choice": pb.ChoiceConstraint(choices=["a", ""])},
+    "structural_tag": {"structural_tag": "{"},
+}
+
+
+@BOTH
+@pytest.mark.parametrize("field", UNCOMPILED)
+async def test_X1_what_does_not_compile_is_refused_by_the_callers_own_field(
+    model: Path, field: str, stream: bool
+) -> None:
+    async with serving(model, vllm_adapter=True) as served:
+        error = await failure(generate(served.channel, by_ids([10], stream=stream, **UNCOMPILED[field])))
+        (named,) = refused(error)
+        assert named.startswith(f"sampling_params.{field}") and served.engine.submits == []
 
 
 # -- cancels and ids
@@ -264,19 +315,22 @@ async def test_C1_a_call_that_is_cancelled_at_any_time_leaves_nothing_behind(mod
         await served.engine.wait_until(lambda engine: engine.num_running == 0)
 
 
-async def test_C2_an_abort_ends_all_calls_of_its_id_and_none_that_comes_later(model: Path) -> None:
+@BOTH
+async def test_C2_an_abort_ends_all_calls_of_its_id_and_none_that_comes_later(model: Path, stream: bool) -> None:
     async with serving(model, scripted([50], step_s=0.005), vllm_adapter=True) as served:
 
         async def abort(*ids: str) -> None:
             await stub(served.channel).Abort(pb.AbortRequest(request_ids=ids))
 
         def begin(request_id: str) -> asyncio.Task[Reply]:
-            return asyncio.create_task(generate(served.channel, by_ids([10], request_id=request_id, max_tokens=900)))
+            return asyncio.create_task(
+                generate(served.channel, by_ids([10], request_id=request_id, max_tokens=900, stream=stream))
+            )
 
         twins, other = [begin("x"), begin("x")], begin("y")
         await served.engine.wait_until(lambda engine: engine.num_running == 3)
         await abort("x", "unknown", "x")
-        again = asyncio.create_task(generate(served.channel, by_ids([10], request_id="x", max_tokens=3)))
+        again = asyncio.create_task(generate(served.channel, by_ids([10], request_id="x", max_tokens=3, stream=stream)))
         await abort("unknown")
         for twin in await asyncio.gather(*twins):
             assert twin.complete.finish_reason == "abort"
@@ -350,23 +404,25 @@ async def test_G3_a_full_queue_is_said_with_a_message(model: Path, stream: bool)
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "the limit is 1" in (error.details() or "")
 
 
-async def test_G5_a_shutdown_ends_a_call_that_waits(model: Path) -> None:
+@BOTH
+async def test_G5_a_shutdown_ends_a_call_that_waits(model: Path, stream: bool) -> None:
     async with serving(model, scripted([50], faults=Faults(silent=True)), vllm_adapter=True) as served:
-        call = asyncio.create_task(generate(served.channel, by_ids([10])))
+        call = asyncio.create_task(generate(served.channel, by_ids([10], stream=stream)))
         await served.engine.wait_until(lambda engine: len(engine.submits) == 1)
         drain = asyncio.create_task(served.frontend.drain())
         await asyncio.sleep(0.1)
         assert not call.done()
-        error = await failure(generate(served.channel, by_ids([11])))
+        error = await failure(generate(served.channel, by_ids([11], stream=stream)))
         assert error.code() is grpc.StatusCode.UNAVAILABLE and reason(error) == "DRAINING"
         drain.cancel()
         error = await failure(asyncio.wait_for(call, 3))
         assert error.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_G6_a_message_past_the_limit_is_refused_both_ways(model: Path) -> None:
+@BOTH
+async def test_G6_a_message_past_the_limit_is_refused_both_ways(model: Path, stream: bool) -> None:
     async with serving(model, vllm_adapter=True, max_message_bytes=8192, max_prompt_bytes=4096) as served:
-        error = await failure(generate(served.channel, by_ids([500] * 20_000)))
+        error = await failure(generate(served.channel, by_ids([500] * 20_000, stream=stream)))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 

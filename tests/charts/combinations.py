@@ -176,6 +176,7 @@ COMBINATIONS: dict[str, Combination] = {
     "openshift": _of(
         podSecurityContext={"runAsUser": None, "runAsGroup": None, "fsGroup": None, "fsGroupChangePolicy": None}
     ),
+    "logs": _of(logs={"format": "text", "level": "debug"}),
     "ipv6": _of(listen={"host": "::"}),
     "drains": _of(
         frontend={"drainSeconds": 600, "terminationGracePeriodSeconds": 900},

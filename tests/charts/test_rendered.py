@@ -114,9 +114,9 @@ def test_a_leaderworkerset_has_scheduler_and_rank_0_in_its_leader() -> None:
     assert engine["spec"]["replicas"] == 2
     assert group["size"] == 4
     leader, worker = group["leaderTemplate"]["spec"], group["workerTemplate"]["spec"]
-    for pod in (leader, worker):
+    for pod, rank in ((leader, "0"), (worker, "$(LWS_WORKER_INDEX)")):
         given = flags(container(pod, "executor"))
-        assert given["tp-rank"] == "$(LWS_WORKER_INDEX)"
+        assert given["tp-rank"] == rank
         assert given["tp-rendezvous"] == "$(LWS_LEADER_ADDRESS):29500"
     assert flags(container(leader, "scheduler"))["executor"] == "127.0.0.1:50053"
     assert [one["name"] for one in worker["containers"]] == ["executor"]

@@ -151,6 +151,7 @@ VALUES: OptionArgs = {
     "cache_salt": "salt",
     "adapter": "lora",
     "label": "mine",
+    "truncate_prompt_tokens": 7,
     "resume": pb.Resume(seed=1),
 }
 

@@ -98,6 +98,20 @@ ALLOWED: list[tuple[Rule, dict[str, str]]] = [
         {f'hm{OTHER}{START}f\n{{"a": 1}}{START}': "whole", f"{START}": "no"},
     ),
     (
+        StructuralTags((Tag(f"<a.{START}f", '{"type": "null"}', ">", f"<a.{START}"),)),
+        {
+            f"b < <a.{START}fnull> c <a.{START}fnull>": "whole",
+            "b <a.": "whole",
+            f"b <aa{START}fnull>": "no",
+            f"{START}fnull>": "no",
+            f"<a.{START}f5": "no",
+        },
+    ),
+    (
+        StructuralTags((CONTROLLED,), required=True, single=True, text_until=f".{OTHER}"),
+        {f'hm.{OTHER}{START}f\n{{"a": 1}}{START}': "whole", f"hm{OTHER}": "no"},
+    ),
+    (
         StructuralTags((Tag("x y.*/\n~&#(", '{"type": "null"}'),)),
         {"hm x y.*/\n~&#(null.": "whole", "x y.*/\n~&#(5": "no", "x y.*/": "whole"},
     ),
@@ -140,7 +154,6 @@ REFUSED: list[tuple[Rule, str, str]] = [
     (Lark("start: " + "(" * 5000 + '"a"' + ")" * 5000), "lark", "too deeply nested"),
     (StructuralTags((F, Tag("y", '{"type": 3}'))), "structural_tags.tags[1].json_schema", "type must be"),
     (StructuralTags((F, Tag("y", "nope"))), "structural_tags.tags[1].json_schema", "expected"),
-    (StructuralTags((Tag(f"\n{START}", NUMBER),)), "structural_tags", "text before a control token"),
 ]
 
 

@@ -126,12 +126,13 @@ def test_random_text_of_marks_and_pieces_reads_the_same_however_it_is_cut(form: 
 
 @pytest.mark.parametrize("form", sorted(FORMATS))
 def test_a_span_that_holds_a_model_to_a_schema_is_read_as_the_call(form: str) -> None:
-    held = FORMATS[FORMATS[form].held or form]
-    assert held.span is not None
-    span = held.span("get_weather")
+    span = FORMATS[form].span("get_weather")
     assert span.begin.startswith(span.trigger)
-    found = read([f'{span.begin}{{"city": "Paris"}}{span.end}'], formats(held.name))
-    assert (found.names, found.arguments, found.text) == (["get_weather"], ['{"city": "Paris"}'], "")
+    call = f'{span.begin}{{"city": "Paris"}}{span.end}'
+    for count in (1, 2):
+        found = read([call * count], formats(form))
+        assert (found.names, found.text, found.whole) == (["get_weather"] * count, "", count)
+        assert found.arguments == ['{"city": "Paris"}'] * count
 
 
 def test_arguments_come_in_pieces_as_they_are_written() -> None:

@@ -14,7 +14,10 @@ import pytest
 from triptych.inference.v1 import generation_pb2, inference_pb2, inference_pb2_grpc
 
 from loadtest.stub_executor import StubExecutor
+from services.common.grammar_compiler import Compiler
+from services.frontend import served_model, tool_grammar
 from services.frontend.config import FrontendConfig
+from services.frontend.conversation import Calling, Tool, ToolUse
 from services.frontend.server import Frontend
 from services.frontend.tool_calls.formats import FORMATS
 from tests.frontend.harness import attached, fields_at_fault, scripted, serving
@@ -87,7 +90,7 @@ FAST = ("hermes", "llama3_json", "mistral_v11", "deepseek_v3")
     "form", [pytest.param(form, marks=() if form in FAST else pytest.mark.slow) for form in sorted(FORMATS)]
 )
 async def test_required_calls_are_calls_whatever_the_model_would_write(tmp_path: Path, form: str) -> None:
-    special = FORMATS[FORMATS[form].held or form].marks
+    special = FORMATS[form].marks
     model = tool_checkpoint(tmp_path / "m", special=special)
     async with engine(model, tool_call_format=form, reasoning_format="none") as stub:
         found = await answers(stub, tool_choice=REQUIRED)
@@ -98,6 +101,26 @@ async def test_required_calls_are_calls_whatever_the_model_would_write(tmp_path:
         for choice in await answers(stub, tool_choice=Choice(name="paint")):
             check(choice)
             assert [made.name for made in choice.tool_calls] == ["paint"]
+
+
+@pytest.mark.parametrize("form", sorted(FORMATS))
+def test_a_strict_tool_that_the_model_chooses_to_call_is_called_by_its_schema(tmp_path: Path, form: str) -> None:
+    """Free text, the model's own way of a call, and from there on its schema and nothing else."""
+    model = tool_checkpoint(tmp_path / "m", special=FORMATS[form].marks)
+    use = ToolUse((Tool("paint", "", json.loads(COLOUR), strict=True),), Calling.AUTO)
+    matcher = Compiler(model, (EOS_ID,)).compile(tool_grammar.make(use, FORMATS[form]))
+    encode = served_model.load(str(model), None).tokenizer.backend.encode
+    span = FORMATS[form].span("paint")
+
+    def allowed(text: str) -> bool:
+        ids = encode(text, add_special_tokens=False).ids
+        return bool(matcher.deep_copy().validate_tokens(ids) == len(ids))
+
+    right = '{"colour": "red", "n": 7}'
+    assert allowed("I paint.") and allowed(f"{span.begin}{right}{span.end}")
+    assert allowed(f"I paint. {span.begin}{right}{span.end}{span.begin}{right}{span.end}")
+    for wrong in ('{"colour": "green"', '{"n": 700', '{"colour": "red"}', '{"what"'):
+        assert not allowed(f"I paint. {span.begin}{wrong}")
 
 
 async def test_without_parallel_calls_there_is_exactly_one_where_one_is_required(path: Path) -> None:

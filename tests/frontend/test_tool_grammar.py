@@ -10,7 +10,7 @@ from triptych.inference.v1 import generation_pb2
 from services.common.grammar import to_proto
 from services.frontend import tool_grammar
 from services.frontend.conversation import Calling, Tool, ToolUse
-from services.frontend.tool_calls.formats import FORMATS, held
+from services.frontend.tool_calls.formats import FORMATS
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER = Tool("get_weather", "", SCHEMA)
@@ -20,7 +20,7 @@ NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def tags(use: ToolUse, form: str = "hermes", **until: str) -> generation_pb2.Grammar.StructuralTags:
-    return to_proto(tool_grammar.make(use, held(FORMATS[form]), **until)).structural_tags
+    return to_proto(tool_grammar.make(use, FORMATS[form], **until)).structural_tags
 
 
 @pytest.mark.parametrize(

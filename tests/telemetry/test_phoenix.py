@@ -1,6 +1,6 @@
 """A trace as a backend shows it: Arize Phoenix, a real one, before which the real model answers through a gateway.
 
-`make test-tools` installs it into .venv-phoenix; TRIPTYCH_PHOENIX_PYTHON names the Python of another environment.
+`make test-tools` installs it below ~/.cache; TRIPTYCH_PHOENIX_PYTHON names the Python of another environment.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tests.support.smg import gateway
 from tests.telemetry.edges import GAP_NS, GAP_SHARE, PARTS
 from tests.telemetry.stack import CALLER, TRACE_ID
 
-ROOT = Path(__file__).parents[2]
-PYTHON = Path(os.environ.get("TRIPTYCH_PHOENIX_PYTHON", ROOT / ".venv-phoenix" / "bin" / "python"))
+INSTALLED = Path.home() / ".cache" / "triptych" / "phoenix-20.26.1" / "bin" / "python"
+PYTHON = Path(os.environ.get("TRIPTYCH_PHOENIX_PYTHON", INSTALLED))
 TOKENS = 64
 PATIENCE_S = 120.0
 

@@ -60,6 +60,16 @@ async def test_the_parts_of_a_generation_partition_its_server_span(model: Path, 
     assert event == "received" and received_ns >= edges.parts(spans)["queue"].start_ns
 
 
+async def test_a_seed_that_is_no_integer_of_otlp_is_left_out_without_a_word(
+    model: Path, sink: OtlpSink, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with traced(model, sink) as stack:
+        await generate(stack.channel, by_ids([10], greedy(max_tokens=2, seed=2**64 - 1)))
+        spans = await stack.trace(*edges.PARTS)
+    assert "gen_ai.request.seed" not in edges.server(spans).attributes
+    assert [record for record in caplog.records if record.name.startswith("opentelemetry")] == []
+
+
 async def test_the_resource_says_which_process_of_what_version_tells(model: Path, sink: OtlpSink) -> None:
     async with traced(model, sink) as stack:
         await generate(stack.channel, by_ids([10], greedy(max_tokens=2)))

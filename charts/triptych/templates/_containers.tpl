@@ -23,6 +23,8 @@
 - {{ printf "--host=%s" .root.Values.listen.host | quote }}
 - --port={{ .port }}
 - --drain-s={{ .drainSeconds }}
+- --log-format={{ .root.Values.logs.format }}
+- --log-level={{ .root.Values.logs.level }}
 {{- if $model.hub.id }}
 - {{ printf "--model=%s" $model.hub.id | quote }}
 {{- with $model.hub.revision }}
@@ -32,7 +34,7 @@
 {{- else }}
 - {{ printf "--model=/models/%s" (trimPrefix "/" $model.volume.path) | quote }}
 {{- end }}
-{{- if .root.Values.metrics.enabled }}
+{{- if and .root.Values.metrics.enabled .metricsPort }}
 - {{ printf "--metrics-host=%s" .root.Values.listen.host | quote }}
 - --metrics-port={{ .metricsPort }}
 {{- end }}
@@ -428,6 +430,8 @@ preStop:
 {{- $e := .root.Values.executor }}
 {{- $ranks := include "triptych.ranksOfPod" .root | int }}
 {{- $tp := gt (int .root.Values.engine.tpSize) 1 }}
+{{- /* Rank 0 tells the metrics of all ranks; where ranks share a template, none can. */}}
+{{- $metricsPort := ternary 9103 0 (and .sidecar .root.Values.metrics.enabled) }}
 {{- $cpus := mul $ranks (int $e.cpusPerRank) }}
 {{- $memory := add (int $e.memoryMi) (ternary (int $e.shmMi) 0 $tp) }}
 - name: executor
@@ -437,7 +441,7 @@ preStop:
   restartPolicy: Always
   {{- end }}
   args:
-    {{- include "triptych.commonFlags" (dict "root" .root "service" "executor" "port" 50053 "metricsPort" 9103 "drainSeconds" .drainSeconds) | nindent 4 }}
+    {{- include "triptych.commonFlags" (dict "root" .root "service" "executor" "port" 50053 "metricsPort" $metricsPort "drainSeconds" .drainSeconds) | nindent 4 }}
     - --device={{ $e.device }}
     - --tp-size={{ .root.Values.engine.tpSize }}
     {{- if .rank }}
@@ -460,7 +464,7 @@ preStop:
   ports:
     - name: executor
       containerPort: 50053
-    {{- if .root.Values.metrics.enabled }}
+    {{- if $metricsPort }}
     - name: metrics-exec
       containerPort: 9103
     {{- end }}

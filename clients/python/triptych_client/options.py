@@ -53,6 +53,7 @@ class OptionArgs(SamplingArgs, total=False):
     adapter: str | None
     label: str | None
     resume: inference_pb2.Resume | None
+    truncate_prompt_tokens: int | None
 
 
 _SAMPLING = frozenset(SamplingArgs.__annotations__)

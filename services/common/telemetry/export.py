@@ -30,7 +30,7 @@ QUEUE_SPANS = 8192
 BATCH_SPANS = 64
 """Encoding them holds the GIL for 2 ms, as long as what serves may have to wait."""
 
-DELAY_S = 0.5
+DELAY_S = 1.0
 """What a span waits for others, at most."""
 
 CLOSE_S = 1.5

@@ -21,12 +21,11 @@ class Span:
 class ToolCallFormat:
     """`read` gives calls and text to a tape; `marks` are what of it may be special tokens of a tokenizer.
 
-    `span` is a call of the named tool. None where arguments are not JSON: then a model that is held to a schema is
-    held to, and read in, the format that `held` names.
+    `span` is a call of the named tool, around its arguments as JSON: a model that is held to a schema writes it. Where
+    the format has arguments of another kind, `read` takes both.
     """
 
     name: str
     read: Callable[[Tape], Reading[None]]
     marks: tuple[str, ...]
-    span: Callable[[str], Span] | None
-    held: str = ""
+    span: Callable[[str], Span]

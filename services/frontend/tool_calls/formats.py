@@ -22,11 +22,6 @@ FORMATS = {
 }
 
 
-def held(form: ToolCallFormat) -> ToolCallFormat:
-    """The format in which a model that writes this one is held to a schema."""
-    return FORMATS[form.held] if form.held else form
-
-
 def recognise(template: str) -> ToolCallFormat | None:
     """By what a template writes for calls of earlier turns, or tells the model to write; None for none known here."""
     if MARK in template:

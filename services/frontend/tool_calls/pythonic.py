@@ -1,6 +1,7 @@
 """Python calls in a list, as the whole answer or between Llama 4's marks: [f(a=1, b="x"), g()].
 
-Arguments are literals (true, false and null as well); each is passed on as JSON once it is whole.
+Arguments are literals (true, false and null as well); each is passed on as JSON once it is whole. A model that is held
+to a schema, which says nothing about Python, writes them as one JSON object: [f(**{"a": 1})].
 https://github.com/meta-llama/llama-models/blob/main/models/llama3_2/text_prompt_format.md
 """
 
@@ -11,9 +12,11 @@ import json
 from typing import Any
 
 from services.frontend.tape import MalformedError, Reading, Tape
-from services.frontend.tool_calls.format import ToolCallFormat
+from services.frontend.tool_calls.format import Span, ToolCallFormat
+from services.frontend.tool_calls.json_value import read_value
 
 _OPEN, _CLOSE = "<|python_start|>", "<|python_end|>"
+_UNPACKED = "**"
 _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
@@ -28,6 +31,7 @@ def _read(tape: Tape) -> Reading[None]:
             yield from _read_list(tape)
             after_call = True
             yield from tape.skip(_CLOSE)
+            here = (yield from tape.blank()) == "["
         except MalformedError:
             tape.give_up()
 
@@ -46,6 +50,9 @@ def _read_call(tape: Tape) -> Reading[None]:
     yield from tape.blank()
     name = yield from _word(tape, dots=True)
     yield from tape.expect("(")
+    if (yield from tape.blank()) == "*":
+        yield from _read_object(tape, name)
+        return
     count = 0
     while (yield from tape.blank()) != ")":
         key = yield from _word(tape)
@@ -62,6 +69,21 @@ def _read_call(tape: Tape) -> Reading[None]:
         tape.begin(name)
     tape.argument("}" if count else "{}")
     tape.end()
+
+
+def _read_object(tape: Tape, name: str) -> Reading[None]:
+    yield from tape.expect(_UNPACKED)
+    if (yield from tape.blank()) != "{":
+        raise MalformedError
+    tape.begin(name)
+    yield from read_value(tape, tape.argument)
+    tape.end()
+    yield from tape.blank()
+    yield from tape.expect(")")
+
+
+def _span(name: str) -> Span:
+    return Span(f"[{name}({_UNPACKED}", ")]", f"[{name}(")
 
 
 def _word(tape: Tape, *, dots: bool = False) -> Reading[str]:
@@ -137,4 +159,4 @@ def _key(node: ast.expr | None) -> str:
     raise MalformedError
 
 
-PYTHONIC = ToolCallFormat("pythonic", _read, (_OPEN, _CLOSE), None, held="llama3_json")
+PYTHONIC = ToolCallFormat("pythonic", _read, (_OPEN, _CLOSE), _span)

@@ -185,11 +185,17 @@ async def test_a_field_that_is_not_served_is_refused_by_its_name(served: Served,
 
 def test_every_field_of_a_request_is_served_or_named_here() -> None:
     """A field that a later version of the package brings shows up here."""
-    params = {"truncate_prompt_tokens"}
-    for message, unserved in ((pb.GenerateRequest, set(UNSERVED)), (pb.SamplingParams, params)):
+    for message, unserved in ((pb.GenerateRequest, set(UNSERVED)), (pb.SamplingParams, set())):
         served = DOOR._served[message.DESCRIPTOR.full_name]
         assert {field.name for field in message.DESCRIPTOR.fields} == served | unserved
         assert not served & unserved
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_is_cut_to_its_last_tokens_on_request(served: Served, stream: bool) -> None:
+    request = by_ids([10, 11, 12], truncate_prompt_tokens=2, max_tokens=1, stream=stream)
+    reply = await generate(served.channel, request)
+    assert served.engine.prompts[-1] == (11, 12) and reply.complete.prompt_tokens == 2
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -204,6 +210,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": -1}, "sampling_params.logprobs"),
     ({"prompt_logprobs": -1}, "sampling_params.prompt_logprobs"),
     ({"max_tokens": 5000}, "sampling_params.max_tokens"),
+    ({"truncate_prompt_tokens": 0}, "sampling_params.truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": -1}, "sampling_params.truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": 5000}, "sampling_params.truncate_prompt_tokens"),
     ({"max_tokens": 2, "min_tokens": 3}, "sampling_params.min_tokens"),
     ({"stop": ["a" * 2000]}, "sampling_params.stop[0]"),
     ({"json_object": False}, "sampling_params.json_object"),

@@ -87,6 +87,11 @@ spec:
   {{- include "triptych.enginePod" . | nindent 2 }}
 {{- end }}
 
+{{/* Whether an executor of an engine is rank 0 in every pod of its template, and so may tell metrics. */}}
+{{- define "triptych.executorTells" -}}
+{{- if or (eq .Values.engine.ranksIn "pod") (eq (include "triptych.usesLeaderWorkerSet" .) "true") }}true{{ end }}
+{{- end }}
+
 {{- define "triptych.usesLeaderWorkerSet" -}}
 {{- if and (eq .Values.engine.ranksIn "pods") .Values.engine.leaderWorkerSet (.Capabilities.APIVersions.Has "leaderworkerset.x-k8s.io/v1") }}true{{ end }}
 {{- end }}

@@ -30,6 +30,7 @@ _SERVED = {
         "n",
         "logprobs",
         "prompt_logprobs",
+        "truncate_prompt_tokens",
         "seed",
         "include_stop_str_in_output",
         "logit_bias",

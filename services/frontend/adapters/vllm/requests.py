@@ -55,6 +55,8 @@ def _options(params: vllm_engine_pb2.SamplingParams) -> inference_pb2.Options:
     for name in ("logprobs", "prompt_logprobs"):
         if params.HasField(name):
             setattr(options, name, _count(getattr(params, name), f"{PARAMS}.{name}"))
+    if params.HasField("truncate_prompt_tokens"):
+        options.truncate_prompt_tokens = _kept(params.truncate_prompt_tokens, f"{PARAMS}.truncate_prompt_tokens")
     if (kind := params.WhichOneof("constraint")) is not None:
         options.grammar.CopyFrom(_GRAMMARS[kind](params))
     return options
@@ -79,6 +81,12 @@ def _sampling(params: vllm_engine_pb2.SamplingParams) -> generation_pb2.Sampling
 def _count(value: int, path: str) -> int:
     if value < 0:
         raise invalid(path, f"is {value}; say how many alternatives, 0 for the id's own alone: all are never told")
+    return value
+
+
+def _kept(value: int, path: str) -> int:
+    if value < 1:
+        raise invalid(path, f"is {value}; say how many of the prompt's last tokens are kept, 1 or more")
     return value
 
 
