@@ -66,6 +66,49 @@ async def test_X3_G1_streams_outlive_kills_of_either_of_two_replicas(tiny: Path,
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
+async def test_P2_a_rolling_restart_of_everything_behind_the_frontend_loses_nothing(tiny: Path, tmp_path: Path) -> None:
+    fleet = stub_fleet(tiny, tmp_path, replicas=2, step_ms=20)
+    fleet.scheduler_flags = [*SCHEDULER_FLAGS, "--drain-s", "3"]  # longer streams go on at the other scheduler
+    load = Load(fleet, 60, (100, 900), lambda p, s, n: expected_ids(p, s, n, VOCAB_SIZE), VOCAB_SIZE)
+    async with running(fleet):
+        streams = asyncio.create_task(load.run())
+        for name in fleet.engines:
+            await asyncio.sleep(2)
+            old = fleet.processes[name]
+            fleet.signal(name, signal.SIGTERM)
+            await asyncio.to_thread(old.wait, 30)
+            assert name.startswith("executor") or old.returncode == 0
+            await fleet.wait_generate()
+        load.stopping = True
+        await streams
+        assert load.wrong == [] and load.refused == 0
+        assert load.whole >= load.clients
+        assert all(fleet.starts[name] == 2 for name in fleet.engines)
+        await fleet.settled()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("kind", ["executor", "scheduler"])
+async def test_X3_streams_outlive_frozen_parts(tiny: Path, tmp_path: Path, kind: str) -> None:
+    fleet = stub_fleet(tiny, tmp_path, replicas=2, step_ms=20)
+    load = Load(fleet, 60, (100, 900), lambda p, s, n: expected_ids(p, s, n, VOCAB_SIZE), VOCAB_SIZE)
+    async with running(fleet):
+        streams = asyncio.create_task(load.run())
+        for n in (0, 1, 0):
+            await asyncio.sleep(2)
+            fleet.signal(f"{kind}-{n}", signal.SIGSTOP)
+            await asyncio.sleep(12)
+            fleet.signal(f"{kind}-{n}", signal.SIGCONT)
+            await asyncio.sleep(3)
+        load.stopping = True
+        await streams
+        assert load.wrong == [] and load.whole >= load.clients
+        await fleet.settled()
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("replicas", [1, 2])
 async def test_X3_200_streams_outlive_two_minutes_of_kills(tiny: Path, tmp_path: Path, replicas: int) -> None:

@@ -165,21 +165,34 @@ def test_sigterm_ends_each_service_cleanly(cluster: Cluster, name: str) -> None:
     assert "Traceback" not in cluster.log(name)
 
 
-def test_sigterm_lets_a_running_stream_finish(cluster: Cluster) -> None:
-    async def drained() -> Answer:
-        async with grpc.aio.insecure_channel(cluster.address) as channel:
-            task = asyncio.ensure_future(
-                generate(channel, by_ids([7, 8, 9], greedy(max_tokens=600, ignore_eos=True)), timeout_s=60)
-            )
-            await asyncio.sleep(0.3)
-            assert not task.done()
-            cluster.kill("frontend", signal.SIGTERM)
-            return await task
+@pytest.mark.parametrize("name", ["frontend", "scheduler", "executor"])
+def test_P2_a_service_told_to_end_refuses_what_is_new_and_streams_end_well(
+    cluster: Cluster, tiny: Path, name: str
+) -> None:
+    """The frontend and the scheduler finish theirs; an executor does its steps in flight, and its successor goes on."""
+    refused: list[grpc.StatusCode] = []
 
-    answer = asyncio.run(drained())
-    assert answer.reason == "LENGTH"
-    assert len(answer.ids) == 600
-    assert cluster.processes["frontend"].wait(15) == 0
+    def terminate() -> None:
+        cluster.kill(name, signal.SIGTERM)
+        service = cluster.ports[name]
+        deadline = time.monotonic() + 5
+        while health(service, "readiness") == "SERVING" and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert health(service, "readiness") in ("NOT_SERVING", "UNAVAILABLE")
+        try:
+            asyncio.run(one(cluster))
+        except grpc.aio.AioRpcError as error:
+            refused.append(error.code())
+        if name == "executor":
+            cluster.processes[name].wait(15)
+            cluster.start_one(name)
+
+    answers = asyncio.run(streams_through(cluster, terminate))
+    assert [answer.ids for answer in answers] == reference_ids(tiny, PROMPTS, NUM_IDS, ignore_eos=True)
+    assert [answer.reason for answer in answers] == ["LENGTH"] * len(PROMPTS)
+    assert refused == [grpc.StatusCode.UNAVAILABLE]
+    if name != "executor":
+        assert cluster.processes[name].wait(15) == 0
 
 
 async def one(cluster: Cluster) -> Answer:
