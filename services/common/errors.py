@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 from collections.abc import Awaitable, Callable
@@ -210,6 +211,8 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: RequestError
 
 
 async def _abort_internal(context: grpc.aio.ServicerContext[Any, Any], method: str) -> NoReturn:
+    if context.cancelled():  # a write that finds the client gone says so by an error of its own
+        raise asyncio.CancelledError from None
     log.exception("%s failed", method)
     await abort(
         context,

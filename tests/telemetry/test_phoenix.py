@@ -1,6 +1,7 @@
 """A trace as a backend shows it: Arize Phoenix, a real one, before which the real model answers through a gateway.
 
-`make phoenix` installs it below ~/.cache, which the test does where it is not there; TRIPTYCH_PHOENIX_PYTHON names the Python of another environment.
+`make phoenix` installs it below ~/.cache, which the test does where it is not there; TRIPTYCH_PHOENIX_PYTHON names the
+Python of another environment.
 """
 
 from __future__ import annotations
