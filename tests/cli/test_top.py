@@ -31,7 +31,7 @@ from rich.screen import Screen
 from triptych.engine.v1 import admin_pb2, admin_pb2_grpc
 
 from services.cli.main import main
-from services.cli.top import _engines, shown
+from services.cli.top import _engines, _parser, shown
 from services.cli.top.figures import Histogram, Span, Stats
 from services.cli.top.fleet import Fleet
 from services.cli.top.screen import drawn
@@ -437,13 +437,17 @@ def test_wrong_flags_are_usage_errors(arguments: list[str], words: str, capsys: 
     assert ended.value.code == 2 and words in capsys.readouterr().err
 
 
-def test_the_engine_is_found_in_a_frontends_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import argparse
+def targets(*arguments: str) -> list[str]:
+    return [peer.target for peer in _engines(_parser().parse_args(arguments))]
 
+
+def test_all_engines_are_found_in_a_frontends_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "triptych.yaml"
     file.write_text("frontend:\n  engine: 10.1.2.3:7\n")
-    assert _engines(argparse.Namespace(engines=[], config=str(file))) == ["10.1.2.3:7"]
-    assert _engines(argparse.Namespace(engines=["a:1", "b:2", "a:1"], config=None)) == ["a:1", "b:2"]
+    assert targets("--config", str(file)) == ["10.1.2.3:7"]
+    file.write_text("frontend:\n  engine: 10.1.2.3:7\n  more_engines: [10.1.2.4:7, 10.1.2.5:7]\n")
+    assert targets("--config", str(file)) == ["10.1.2.3:7", "10.1.2.4:7", "10.1.2.5:7"]
+    assert targets("a:1", "b:2", "a:1") == ["a:1", "b:2"]
     assert main(["top", "--once", "--config", str(file), "a:1"]) == 1
     assert "give one of them" in capsys.readouterr().err
 
