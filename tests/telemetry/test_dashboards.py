@@ -24,7 +24,7 @@ EVERYWHERE = {"job", "instance", "le"}
 
 def known() -> dict[str, set[str]]:
     """Labels of each series, by its name in Prometheus."""
-    series: dict[str, set[str]] = dict.fromkeys(NOT_OURS, set())
+    series: dict[str, set[str]] = {name: set() for name in NOT_OURS}
     for metric in (metric for metrics in METRICS.values() for metric in metrics):
         suffixes = ("_bucket", "_sum", "_count") if metric.kind == "histogram" else ("",)
         labels = {prometheus_label(label) for label in metric.labels}
