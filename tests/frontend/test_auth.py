@@ -25,9 +25,9 @@ from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 from triptych.inference.v1 import inference_pb2, inference_pb2_grpc
 
+from services.common.caller import Identity
 from services.common.errors import RequestError, StartError
 from services.frontend.auth import key_set
-from services.frontend.auth.identity import Identity
 from services.frontend.auth.signed import Claims, SignedTokens
 from services.frontend.config import FrontendConfig
 from tests.frontend.harness import Served, reason, retry_after_s, scripted, serving, text_checkpoint
