@@ -418,6 +418,7 @@ async def test_a_certificate_is_an_identity(model: Path, tmp_path: Path) -> None
         ({"auth": "mtls"}, "tls_client_ca is not set"),
         ({"auth_tokens": "x"}, "auth_tokens is set, but auth is off"),
         ({"jwt_keys": "http://id.test/jwks"}, "use https"),
+        ({"jwt_keys": "https://me:pw@id.test/jwks"}, "no user and password"),
         ({"auth": "jwt", "jwt_algorithms": ["HS256"]}, "RS256"),
         ({"auth": "jwt", "jwt_algorithms": ["none"]}, "RS256"),
         ({"tls_cert": "x"}, "tls_cert is set without tls_key"),
