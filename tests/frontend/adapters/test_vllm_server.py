@@ -76,8 +76,8 @@ async def test_a_call_that_is_aborted_before_the_engine_has_it_never_gets_there(
 
     entered = RunningCalls.entered
 
-    def aborted_at_once(self: RunningCalls, request_id: str) -> Any:
-        found = entered(self, request_id)
+    def aborted_at_once(self: RunningCalls, request_id: str, owner: str) -> Any:
+        found = entered(self, request_id, owner)
 
         class Entered:
             def __enter__(self) -> Any:
