@@ -45,9 +45,10 @@ class SpanSeen:
 
 
 class OtlpSink(trace_service_pb2_grpc.TraceServiceServicer):
-    """Serves from `async with` on. `metadata` is the last call's; `resources` are by service name."""
+    """Serves from `async with` on, over TLS with `credentials`. `metadata` is the last call's; `resources` are by
+    service name."""
 
-    def __init__(self, port: int = 0, *, keeps: bool = True) -> None:
+    def __init__(self, port: int = 0, *, keeps: bool = True, credentials: grpc.ServerCredentials | None = None) -> None:
         self.port = port
         self.num_spans = 0
         self.spans: list[SpanSeen] = []
@@ -55,21 +56,26 @@ class OtlpSink(trace_service_pb2_grpc.TraceServiceServicer):
         self.instances: set[str] = set()
         self.metadata: dict[str, str | bytes] = {}
         self._keeps = keeps
-        self._server = grpc.aio.server()
-        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
+        self._credentials = credentials
+        self.server = grpc.aio.server()
+        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self.server)  # type: ignore[no-untyped-call]
 
     @property
     def endpoint(self) -> str:
         """Its URL."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'http' if self._credentials is None else 'https'}://127.0.0.1:{self.port}"
 
     async def __aenter__(self) -> OtlpSink:
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
-        await self._server.start()
+        address = f"127.0.0.1:{self.port}"
+        if self._credentials is None:
+            self.port = self.server.add_insecure_port(address)
+        else:
+            self.port = self.server.add_secure_port(address, self._credentials)
+        await self.server.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._server.stop(0)
+        await self.server.stop(0)
 
     async def Export(  # noqa: N802 - gRPC's name
         self, request: trace_service_pb2.ExportTraceServiceRequest, context: Any

@@ -33,7 +33,7 @@ _OPTIONS: dict[str, tuple[type, str]] = {
     "seed": (int, "equal seeds, equal answers"),
 }
 
-_TLS_WORDS = ("andshake", "SSL", "Verification", "certificate")
+_TLS_WORDS = ("andshake", "SSL", "Peer name", "ertificate", "erification")
 """Of gRPC's messages where a server is there and TLS with it fails."""
 
 

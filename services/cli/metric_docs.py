@@ -1,5 +1,7 @@
 """The reference of docs/metrics.md, from the names of metrics."""
 
+# ruff: noqa: E501  lines of Markdown
+
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from services.cli import gateway, up_plan
+from services.cli import gateway, up_plan, up_tls
 from services.cli.ask import Shown, client, for_people, show
 from services.cli.model import provide
 from services.cli.parts import shell_name
@@ -113,7 +113,8 @@ async def _begin(plan: Plan, processes: Processes, startup: Startup) -> None:
     if http:
         startup.done("the gateway finds the frontend")
     _say(startup.times().line())
-    _say(f"watch the engine with: {shell_name('triptych')} top {plan.addresses['scheduler']}")
+    flags = up_tls.client_flags(plan.configs["scheduler"])
+    _say(f"watch the engine with: {shell_name('triptych')} top {plan.addresses['scheduler']}{flags}")
     address = plan.addresses["frontend"]
     if plan.ready_json:
         _print_line({"address": address, "model": plan.served_name} | ({"http": http} if http else {}))

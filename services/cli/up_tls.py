@@ -41,6 +41,14 @@ def _refuse_pair(client: str, dials: Mapping[str, Any], server: str, listens: Se
         raise StartError(f"{server}.tls_client_ca is set, but {client}.peer_cert is not; set it with {client}.peer_key")
 
 
+def client_flags(server: ServiceConfig) -> str:
+    """What a command needs to reach it, for people."""
+    if server.tls_cert is None:
+        return ""
+    own = " --tls-cert FILE --tls-key FILE" if server.tls_client_ca is not None else ""
+    return f" --tls-ca FILE{own}"
+
+
 def probe_port(config: ServiceConfig, flags: list[str], port: int) -> int:
     """Where health is told in plain text: a port of its own where `port` speaks TLS, which is added to the flags."""
     if config.health_port is not None:

@@ -1,4 +1,6 @@
-"""Who has asked for what beside requests: a line of the log for each call that an operator makes, refused ones too."""
+"""Who has asked for what beside requests: a line of the log for each call that an operator makes, refused ones too.
+
+Those of callers who may not ask at all are counted with all that is not let in (`refusals.py`)."""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from services.common.caller import identity_of
 from services.common.errors import RequestError
 
 log = logging.getLogger(__name__)
@@ -19,7 +22,7 @@ def told(method: str, context: Any, what: Mapping[str, object]) -> Iterator[None
     """Around the call `method`, told as it ends; `what` are its further fields, read then."""
 
     def tell(status: str, **more: object) -> None:
-        fields = {"method": method, "peer": context.peer(), **_identity(context), "status": status, **what, **more}
+        fields = {"method": method, "peer": context.peer(), **identity_of(context), "status": status, **what, **more}
         log.info("admin call", extra={"fields": fields})
 
     try:
@@ -35,9 +38,3 @@ def told(method: str, context: Any, what: Mapping[str, object]) -> Iterator[None
         raise
     else:
         tell("OK")
-
-
-def _identity(context: Any) -> dict[str, str]:
-    """Of a caller whose certificate was checked."""
-    names = context.peer_identities() or ()
-    return {"identity": ", ".join(name.decode(errors="replace") for name in names)} if names else {}

@@ -27,6 +27,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, CliSettingsSource, EnvSettingsSource, SettingsConfigDict, SettingsError
 
 from services.common.errors import StartError
@@ -37,6 +38,14 @@ from services.common.tls import PeerTls, ServerTls
 SERVICES = ("frontend", "scheduler", "executor")
 
 C = TypeVar("C", bound="ServiceConfig")
+
+
+_USERINFO = "userinfo"
+_TOLD = frozenset({"extra_forbidden", "missing", _USERINFO})
+"""Errors whose message is enough."""
+
+SECRETS = frozenset({"otlp_headers"})
+"""Keys whose values neither --print-config nor an error shows."""
 
 
 class ServiceConfig(BaseModel):
@@ -71,8 +80,8 @@ class ServiceConfig(BaseModel):
     )
     otlp_headers: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+\s*=")], ...] = Field(
         (),
-        description="metadata sent to the collector, as KEY=VALUE; a secret is better kept in "
-        "OTEL_EXPORTER_OTLP_HEADERS, which --print-config does not show",
+        description="metadata sent to the collector, as KEY=VALUE, of which --print-config shows the KEY alone; a "
+        "secret is better kept in OTEL_EXPORTER_OTLP_HEADERS, off the command line",
     )
     otlp_ca: Path | None = Field(
         None, description="PEM file of the authorities that may sign the collector's certificate; unset: the system's"
@@ -108,6 +117,7 @@ class ServiceConfig(BaseModel):
     @field_validator("otlp_endpoint")
     @classmethod
     def _a_collector(cls, value: str | None) -> str | None:
+        refuse_userinfo(value, "give what the collector asks for in otlp_headers")
         parts = urlsplit(value or "http://unset:1")
         if parts.scheme not in ("http", "https") or not parts.netloc or parts.path.strip("/"):
             raise ValueError("a URL as http://HOST:4317 is needed, or https:// for TLS, without a path")
@@ -186,6 +196,12 @@ class DialsConfig(BaseModel):
         return PeerTls(self.peer_ca, self.peer_cert, self.peer_key, self.peer_server_name)
 
 
+def refuse_userinfo(url: str | None, advice: str) -> None:
+    """Raises PydanticCustomError, which does not repeat it, for a URL with a password: those are shown and logged."""
+    if url is not None and "@" in urlsplit(url).netloc:
+        raise PydanticCustomError(_USERINFO, "a URL must hold no user and password; {advice}", {"advice": advice})
+
+
 def host_port(value: str) -> str:
     """The value, where it is an address to dial. Raises ValueError."""
     host, _, port = value.rpartition(":")
@@ -209,7 +225,9 @@ class Resolved(Generic[C]):
     def lines(self) -> list[str]:
         """One "key: value  # source" a field, as YAML."""
         return [
-            f"{key}: {_yaml(value)}  # {self.origin.get(key, 'default')}"
+            _secret_line(key, value, self.origin[key])
+            if key in SECRETS and key in self.origin
+            else f"{key}: {_yaml(value)}  # {self.origin.get(key, 'default')}"
             for key, value in self.config.model_dump(mode="json").items()
         ]
 
@@ -317,10 +335,16 @@ def _explain(error: ValidationError, origin: Mapping[str, str]) -> str:
     for item in error.errors():
         key = str(item["loc"][0]) if item["loc"] else "config"
         where = f" (from {origin[key]})" if key in origin else ""
-        told = not item["loc"] or item["type"] in ("extra_forbidden", "missing")  # of several keys: in the message
-        value = "" if told else f", not {item['input']!r}"
+        told = not item["loc"] or item["type"] in _TOLD  # of several keys: in the message
+        value = "" if told or key in SECRETS else f", not {item['input']!r}"
         lines.append(f"{key}{where}: {item['msg']}{value}")
     return "; ".join(lines)
+
+
+def _secret_line(key: str, pairs: Sequence[str], origin: str) -> str:
+    """A comment: whoever reads the lines as a file must not take it for the value."""
+    keys = ", ".join(f"{pair.partition('=')[0]}=..." for pair in pairs)
+    return f"# {key}: {keys}  # {origin}, not shown"
 
 
 def _yaml(value: Any) -> str:

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from services.common.errors import RequestError
+from services.common.refusals import Refusals
 
 Admission: TypeAlias = Callable[[str, Any], Awaitable[AbstractContextManager[Any]]]
 """Of a method ("/package.Service/Method") and a call's context: what stands around the handler. Raises RequestError."""
@@ -19,10 +20,11 @@ OPEN_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.v1alpha.ServerRefl
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """Lets calls in as `admit` says."""
+    """Lets calls in as `admit` says; the log tells of the others."""
 
-    def __init__(self, admit: Admission) -> None:
-        self._admit = admit
+    def __init__(self, admit: Admission, refusals: Refusals | None = None) -> None:
+        self._admission = admit
+        self.refusals = refusals or Refusals()
 
     async def intercept_service(
         self,
@@ -42,6 +44,13 @@ class Guard(grpc.aio.ServerInterceptor):
         )
         return made
 
+    async def _admit(self, method: str, context: Any) -> AbstractContextManager[Any]:
+        try:
+            return await self._admission(method, context)
+        except RequestError as error:
+            self.refusals.note(method, context, error)
+            raise
+
     def _around(self, behaviour: Any, method: str) -> Any:
         async def unary(request: Any, context: Any) -> Any:
             with await self._admit(method, context):
@@ -57,12 +66,6 @@ class Guard(grpc.aio.ServerInterceptor):
 
 def _word(streaming: bool) -> str:
     return "stream" if streaming else "unary"
-
-
-def names_of(context: Any) -> tuple[str, ...]:
-    """What the client's certificate names (subject alternative names), none without one."""
-    shown = context.auth_context().get("x509_subject_alternative_name", ())
-    return tuple(name.decode("utf-8", "replace") for name in shown)
 
 
 def denied(reason: str, message: str) -> RequestError:

@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from services.common.guard import denied, names_of
+from services.common.caller import names_of
+from services.common.guard import denied
 
 
 @dataclass(frozen=True)

@@ -125,8 +125,8 @@ class Server:
         options = server_options(max_message_bytes, shares_port=shares_port)
         if connection_age is not None:
             options += connection_age.options()
-        guards = [Guard(self._access.admit)] if self._access.admit is not None else []
-        self.grpc = grpc.aio.server(interceptors=[*interceptors, ErrorInterceptor(), *guards], options=options)
+        self._guards = [Guard(self._access.admit)] if self._access.admit is not None else []
+        self.grpc = grpc.aio.server(interceptors=[*interceptors, ErrorInterceptor(), *self._guards], options=options)
         self._shares_port = shares_port
         self.health = Health()
         self.health.add_to(self.grpc)
@@ -193,6 +193,8 @@ class Server:
         await self.grpc.stop(grace=0.2)
         if self._probes is not None:
             await self._probes.stop(grace=None)
+        for guard in self._guards:
+            guard.refusals.close()
         log.info("stopped")
 
 

@@ -63,12 +63,14 @@ class ServerTls:
 @dataclass(frozen=True)
 class PeerTls:
     """Files of a channel: whose certificates it trusts, and its own where the peer asks for one. `server_name` is what
-    the peer's certificate must name; empty: the host that is dialled."""
+    the peer's certificate must name; empty: the host that is dialled. `option` is how an operator's names of the files
+    begin, for errors."""
 
     ca: Path
     cert: Path | None = None
     key: Path | None = None
     server_name: str = ""
+    option: str = "peer_"
 
     def options(self) -> list[tuple[str, Any]]:
         """Of the channel."""
@@ -79,10 +81,10 @@ class PeerTls:
         return Reloaded([path for path in (self.ca, self.cert, self.key) if path is not None], self._read)
 
     def _read(self) -> grpc.ChannelCredentials:
-        roots = read_authorities("peer_ca", self.ca)
+        roots = read_authorities(f"{self.option}ca", self.ca)
         if self.cert is None or self.key is None:
             return grpc.ssl_channel_credentials(roots)
-        pair = read_pair("peer_cert", self.cert, "peer_key", self.key)
+        pair = read_pair(f"{self.option}cert", self.cert, f"{self.option}key", self.key)
         return grpc.ssl_channel_credentials(roots, pair.key, pair.chain)
 
 

@@ -1,4 +1,6 @@
-"""AdminService of a frontend: SetLogLevel, on a port of its own, which clients need not reach."""
+"""AdminService of a frontend: SetLogLevel, on a port of its own, which clients need not reach.
+
+It has the TLS and the auth of the public port, and lets admins in alone; without auth, whoever reaches loopback."""
 
 from __future__ import annotations
 
@@ -12,8 +14,10 @@ from triptych.engine.v1 import admin_pb2, admin_pb2_grpc
 from services.common import audit, log_level
 from services.common.contract import Door
 from services.common.errors import unserved
-from services.common.server import Server
+from services.common.server import Access, Server
+from services.frontend.auth.admission import admission
 from services.frontend.config import FrontendConfig
+from services.frontend.quotas import Quota, Quotas
 
 SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 
@@ -50,7 +54,8 @@ async def serving(config: FrontendConfig, elsewhere: Mapping[str, log_level.Else
     if config.admin_port is None:
         yield
         return
-    server = Server(config.admin_host, config.admin_port)
+    access = Access(config.tls(), reflection=config.reflection, admit=admission(config, Quotas(Quota())))
+    server = Server(config.admin_host, config.admin_port, access=access)
     admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(elsewhere), server.grpc)
     await server.start([SERVICE])
     log.info("serving SetLogLevel on %s:%d", config.admin_host, server.port)

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from services.common.config import Address, DialsConfig, ServiceConfig
+from services.common.config import Address, DialsConfig, ServiceConfig, refuse_userinfo
 from services.common.server import ConnectionAge, is_loopback
 from services.frontend.grammar_check import Budget as GrammarBudget
 from services.frontend.quotas import Quota
@@ -45,8 +45,13 @@ class FrontendConfig(DialsConfig, ServiceConfig):
         None,
         ge=0,
         le=65535,
-        description="port of its own for SetLogLevel, which is asked without credentials; 0 takes a free one; unset: "
-        "it is not served",
+        description="port of its own for SetLogLevel, with the TLS and the auth of the public one, for callers with "
+        "the role admin; beyond loopback it needs both; 0 takes a free one; unset: it is not served",
+    )
+    admin_names: tuple[str, ...] = Field(
+        (),
+        description="names (DNS or URI) of which a caller's certificate must have one for the role admin, with auth "
+        "mtls; a name in auth_names may have the role too",
     )
     log_requests: bool = Field(
         True, description="whether each request is told in a line of the log as it ends, at level info"
@@ -211,13 +216,27 @@ class FrontendConfig(DialsConfig, ServiceConfig):
                     raise ValueError(f"{key} is set, but auth is {self.auth}; set auth to {method}, or leave it out")
         if self.auth == "mtls" and self.tls_client_ca is None:
             raise ValueError("auth is mtls, and tls_client_ca is not set; it says whose certificates are taken")
-        if self.auth_names is not None and self.auth != "mtls":
-            raise ValueError(f"auth_names is set, but auth is {self.auth}; set auth to mtls, or leave it out")
+        for key in ("auth_names", "admin_names"):
+            if getattr(self, key) and self.auth != "mtls":
+                raise ValueError(f"{key} is set, but auth is {self.auth}; set auth to mtls, or leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _strangers_set_no_levels(self) -> Self:
+        if self.admin_port is None or is_loopback(self.admin_host):
+            return self
+        unset = [key for key, is_unset in (("tls_cert", not self.tls_cert), ("auth", self.auth == "off")) if is_unset]
+        if unset:
+            raise ValueError(
+                f"admin_host is {self.admin_host}, which others reach, without {' and '.join(unset)}; set both "
+                "tls_cert and auth, or keep admin_host on loopback"
+            )
         return self
 
     @field_validator("jwt_keys")
     @classmethod
     def _keys_come_safely(cls, value: str | None) -> str | None:
+        refuse_userinfo(value, "an issuer's keys are public")
         if value is not None and value.startswith("http://") and not is_loopback(urlsplit(value).hostname or ""):
             raise ValueError("whoever is between could give keys of his own; use https")
         return value

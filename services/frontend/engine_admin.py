@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import astuple, dataclass
 
 import grpc
 import numpy as np
@@ -29,13 +29,25 @@ class Load:
     total_blocks: int
     free_blocks: int
     output_tokens_per_s: float
-    prefix_hit_rate: float
-    """Of prompt tokens since the engine's start; 0 before the first."""
+    prefix_query_tokens: int
+    """Of prompts, since the engine's start."""
+    prefix_hit_tokens: int
+    """Of these, found in the prefix cache."""
 
     @property
     def is_idle(self) -> bool:
         """Nobody's request is there."""
         return self.running_requests + self.waiting_requests == 0
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """0 before the first prompt."""
+        return self.prefix_hit_tokens / self.prefix_query_tokens if self.prefix_query_tokens else 0.0
+
+
+def together(loads: Sequence[Load]) -> Load:
+    """The sum of what each has."""
+    return Load(*(sum(column) for column in zip(*map(astuple, loads), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -88,7 +100,6 @@ class EngineAdmin:
         except grpc.aio.AioRpcError as error:
             raise _translated(error) from error
         beat = stats.heartbeat
-        asked = stats.prefix_query_tokens
         return Load(
             running_requests=beat.running_requests,
             waiting_requests=beat.waiting_requests,
@@ -96,7 +107,8 @@ class EngineAdmin:
             total_blocks=beat.total_blocks,
             free_blocks=beat.free_blocks,
             output_tokens_per_s=beat.output_tokens_per_s,
-            prefix_hit_rate=stats.prefix_hit_tokens / asked if asked else 0.0,
+            prefix_query_tokens=stats.prefix_query_tokens,
+            prefix_hit_tokens=stats.prefix_hit_tokens,
         )
 
     async def flush_prefix_cache(self) -> int:

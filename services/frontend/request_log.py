@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 
+from services.common.caller import caller
 from services.common.errors import RequestError
 from services.common.telemetry.context import CURRENT
 from services.frontend import request_id
@@ -29,7 +30,7 @@ class Entry:
     def __init__(self, model: str, method: str, context: Any, label: str) -> None:
         """`method` by its full name, `label` the client's own."""
         self.request_id = ""
-        self.tenant = ""
+        self.tenant = caller()
         self.is_aborted = False
         """By another call: what had not stopped was ended by it."""
         self.job: Job | None = None

@@ -20,9 +20,9 @@ from services.frontend import request_spans, served_model, service
 from services.frontend.auth.admission import admission
 from services.frontend.calls import Calls
 from services.frontend.config import FrontendConfig
-from services.frontend.engine_admin import EngineAdmin
 from services.frontend.engine_client import HEARTBEAT_LIMIT_S
 from services.frontend.fleet import Fleet
+from services.frontend.fleet_admin import FleetAdmin
 from services.frontend.generation_metrics import FrontendMetrics
 from services.frontend.grammar_check import GrammarCheck
 from services.frontend.quotas import Quotas
@@ -59,7 +59,7 @@ class Frontend:
         self._tracer = open_tracer(config)
         self._tracing = request_spans.interceptor(self._tracer) if self._tracer is not None else None
         self.engine = Fleet(
-            [Peer(target, config.peer_tls()) for target in (config.engine, *config.more_engines)],
+            self._engine_peers(),
             self.model.tokenizer_hash,
             failover_s=config.failover_s,
             tells_clock_offset=self._tracer is not None,
@@ -87,7 +87,7 @@ class Frontend:
             self.server.grpc,
         )
         self._services = [service.NAME]
-        self._admin: EngineAdmin | None = None
+        self._admin: FleetAdmin | None = None
         if config.vllm_adapter:
             self._add_vllm_adapter()
         self._watch: asyncio.Task[None] | None = None
@@ -97,6 +97,10 @@ class Frontend:
         measuring = None if self._measured is None else self._measured.interceptor
         return [one for one in (self._tracing, measuring) if one is not None]
 
+    def _engine_peers(self) -> list[Peer]:
+        config = self._config
+        return [Peer(target, config.peer_tls()) for target in (config.engine, *config.more_engines)]
+
     def _add_vllm_adapter(self) -> None:
         try:
             from services.frontend.adapters import vllm
@@ -105,7 +109,7 @@ class Frontend:
                 f"vllm_adapter is on, and needs its extra: pip install 'triptych[vllm-adapter]' ({error.name} is not "
                 "installed)"
             ) from error
-        self._admin = EngineAdmin(Peer(self._config.engine, self._config.peer_tls()))
+        self._admin = FleetAdmin(self._engine_peers())
         adapter = vllm.VllmEngineService(
             self.model,
             self.engine,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from services.common.caller import CALLER, DELEGATE
 from services.common.errors import invalid
 from services.common.guard import denied
-from services.frontend.auth.identity import CALLER, DELEGATE
 
 KEY = "triptych-tenant"
 """The metadata key."""

@@ -31,11 +31,16 @@ from rich.screen import Screen
 from triptych.engine.v1 import admin_pb2, admin_pb2_grpc
 
 from services.cli.main import main
-from services.cli.top import _engines, shown
+from services.cli.top import _engines, _parser, shown
 from services.cli.top.figures import Histogram, Span, Stats
 from services.cli.top.fleet import Fleet
 from services.cli.top.screen import drawn
 from services.cli.top.view import View
+from services.common.peer_names import PeerNames
+from services.common.server import Access, Server
+from services.common.tls import ServerTls
+from services.scheduler.admin import ADMIN_SERVICE, OPEN_QUESTIONS
+from tests.support.certificates import SERVER, Authority
 from tests.support.cluster import free_port
 
 RECORDED = json.loads((Path(__file__).parents[1] / "data" / "fleet.json").read_text())
@@ -295,25 +300,24 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):
 
 
 @contextlib.asynccontextmanager
-async def scheduler(port: int) -> AsyncIterator[Admin]:
-    server, admin = grpc.aio.server(), Admin()
-    admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
-    server.add_insecure_port(f"127.0.0.1:{port}")
-    await server.start()
+async def scheduler(port: int, access: Access | None = None) -> AsyncIterator[Admin]:
+    server, admin = Server("127.0.0.1", port, access=access), Admin()
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server.grpc)
+    await server.start([])
     try:
         yield admin
     finally:
-        await server.stop(0)
+        await server.stop()
 
 
 @contextlib.contextmanager
-def scheduler_in_thread(port: int) -> Iterator[Admin]:
+def scheduler_in_thread(port: int, access: Access | None = None) -> Iterator[Admin]:
     """For tests that wait for a process."""
     loop, found = asyncio.new_event_loop(), []
     ready, end = threading.Event(), asyncio.Event()
 
     async def serve() -> None:
-        async with scheduler(port) as admin:
+        async with scheduler(port, access) as admin:
             found.append(admin)
             ready.set()
             await end.wait()
@@ -400,6 +404,46 @@ def test_json_is_an_object_a_look() -> None:
     assert ended.returncode == 1
 
 
+def test_engines_with_mutual_tls_are_shown_to_a_certificate(tmp_path: Path) -> None:
+    authority, port = Authority(tmp_path), free_port()
+    server, mine = authority.issue("server", SERVER), authority.issue("mine", "spiffe://test/operator")
+    names = PeerNames(["spiffe://test/frontend", "spiffe://test/operator"], (), ADMIN_SERVICE, OPEN_QUESTIONS)
+    access = Access(ServerTls(server.cert, server.key, authority.ca), admit=names.admit)
+    own = ["--tls-cert", str(mine.cert), "--tls-key", str(mine.key)]
+    right = ["--tls-ca", str(authority.ca), *own, "--tls-server-name", SERVER]
+    file = tmp_path / "triptych.yaml"
+    dials = {"peer_ca": str(authority.ca), "peer_cert": str(mine.cert), "peer_key": str(mine.key)}
+    frontend = {"engine": f"127.0.0.1:{port}", "peer_server_name": SERVER, **dials}
+    file.write_text(json.dumps({"frontend": frontend}))
+    look = ("--once", "--json", "--interval-s", "0.1")
+    with scheduler_in_thread(port, access):
+        by_flags = top(*look, f"127.0.0.1:{port}", *right)
+        by_file = top(*look, "--config", str(file))
+        plain = top(*look, f"127.0.0.1:{port}")
+        unnamed = top(*look, f"127.0.0.1:{port}", "--tls-ca", str(authority.ca), *own)
+    for ended in (by_flags, by_file):
+        assert ended.returncode == 0, ended.stderr
+        assert json.loads(ended.stdout)["engines"][0]["state"] == "serving"
+    for ended in (plain, unnamed):
+        assert ended.returncode == 1
+        assert json.loads(ended.stdout)["engines"][0]["error"] == "UNAVAILABLE"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tls-cert", "x"], "--tls-cert is given without --tls-ca"),
+        (["--tls-ca", "/nowhere.pem"], "--tls-ca: cannot read /nowhere.pem: No such file"),
+        (["--tls-ca", "x", "--tls-key", "x"], "--tls-cert and --tls-key go together"),
+    ],
+)
+def test_flags_of_tls_that_cannot_be_used_are_told(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["top", "--once", *flags]) == main(["log-level", "info", *flags]) == 1
+    assert capsys.readouterr().err.count(message) == 2
+
+
 def test_json_without_once_goes_on_until_it_is_interrupted() -> None:
     port = free_port()
     with scheduler_in_thread(port):
@@ -437,13 +481,17 @@ def test_wrong_flags_are_usage_errors(arguments: list[str], words: str, capsys: 
     assert ended.value.code == 2 and words in capsys.readouterr().err
 
 
-def test_the_engine_is_found_in_a_frontends_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import argparse
+def targets(*arguments: str) -> list[str]:
+    return [peer.target for peer in _engines(_parser().parse_args(arguments))]
 
+
+def test_all_engines_are_found_in_a_frontends_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "triptych.yaml"
     file.write_text("frontend:\n  engine: 10.1.2.3:7\n")
-    assert _engines(argparse.Namespace(engines=[], config=str(file))) == ["10.1.2.3:7"]
-    assert _engines(argparse.Namespace(engines=["a:1", "b:2", "a:1"], config=None)) == ["a:1", "b:2"]
+    assert targets("--config", str(file)) == ["10.1.2.3:7"]
+    file.write_text("frontend:\n  engine: 10.1.2.3:7\n  more_engines: [10.1.2.4:7, 10.1.2.5:7]\n")
+    assert targets("--config", str(file)) == ["10.1.2.3:7", "10.1.2.4:7", "10.1.2.5:7"]
+    assert targets("a:1", "b:2", "a:1") == ["a:1", "b:2"]
     assert main(["top", "--once", "--config", str(file), "a:1"]) == 1
     assert "give one of them" in capsys.readouterr().err
 

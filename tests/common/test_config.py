@@ -65,6 +65,24 @@ def test_what_print_config_prints_can_be_read_back(tmp_path: Path) -> None:
     assert load(Config, _file(tmp_path, text), {}) == resolved.config
 
 
+def test_a_secret_is_in_nothing_that_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = _file(tmp_path, "scheduler: {otlp_headers: [x-key=s3cret=, X-Team = s3cret]}")
+    with pytest.raises(SystemExit):
+        load(Config, [*argv, "--print-config"], {})
+    printed = capsys.readouterr().out
+    assert "s3cret" not in printed
+    # A comment, so that a file made of it does not send the placeholder.
+    assert "# otlp_headers: x-key=..., X-Team =...  # file, not shown\n" in printed
+    environ = {"TRIPTYCH_SCHEDULER__OTLP_HEADERS": '["Bearer s3cret"]'}
+    for argv, given in ((["--otlp-headers", "s3cret"], {}), ([], environ), ([], {**environ, "X": "1"})):
+        with pytest.raises(StartError, match="otlp_headers") as refused:
+            load(Config, argv, given)
+        assert "s3cret" not in str(refused.value)
+    with pytest.raises(StartError, match="a URL must hold no user and password") as refused:
+        load(Config, ["--otlp-endpoint", "https://me:s3cret@collector:4317/path"], {})
+    assert "s3cret" not in str(refused.value)
+
+
 def test_a_config_is_frozen() -> None:
     with pytest.raises(pydantic.ValidationError):
         load(Config, [], {}).port = 3  # type: ignore[misc]

@@ -25,9 +25,9 @@ from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 from triptych.inference.v1 import inference_pb2, inference_pb2_grpc
 
+from services.common.caller import Identity
 from services.common.errors import RequestError, StartError
 from services.frontend.auth import key_set
-from services.frontend.auth.identity import Identity
 from services.frontend.auth.signed import Claims, SignedTokens
 from services.frontend.config import FrontendConfig
 from tests.frontend.harness import Served, reason, retry_after_s, scripted, serving, text_checkpoint
@@ -418,6 +418,7 @@ async def test_a_certificate_is_an_identity(model: Path, tmp_path: Path) -> None
         ({"auth": "mtls"}, "tls_client_ca is not set"),
         ({"auth_tokens": "x"}, "auth_tokens is set, but auth is off"),
         ({"jwt_keys": "http://id.test/jwks"}, "use https"),
+        ({"jwt_keys": "https://me:pw@id.test/jwks"}, "no user and password"),
         ({"auth": "jwt", "jwt_algorithms": ["HS256"]}, "RS256"),
         ({"auth": "jwt", "jwt_algorithms": ["none"]}, "RS256"),
         ({"tls_cert": "x"}, "tls_cert is set without tls_key"),

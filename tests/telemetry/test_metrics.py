@@ -16,6 +16,7 @@ from loadtest.stub_executor import StubExecutor
 from services.common.errors import StartError
 from services.common.telemetry import names
 from services.common.telemetry.export import CLOSE_S as SPANS_CLOSE_S
+from services.common.telemetry.exposition import listen
 from services.common.telemetry.metrics import CLOSE_S
 from services.frontend.config import FrontendConfig
 from services.frontend.server import Frontend
@@ -304,3 +305,10 @@ def test_buckets_of_durations_begin_with_those_of_the_conventions() -> None:
     call = [0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10]
     for ours, theirs in ((names.REQUEST_DURATION_BOUNDS_S, request), (names.CALL_DURATION_BOUNDS_S, call)):
         assert list(ours[: len(theirs)]) == theirs and list(ours) == sorted(set(ours)) and len(ours) > len(theirs)
+
+
+@pytest.mark.parametrize(("host", "warnings"), [("127.0.0.1", 0), ("0.0.0.0", 1)])
+def test_metrics_that_others_may_read_are_warned_of(host: str, warnings: int, caplog: pytest.LogCaptureFixture) -> None:
+    listen(host, 0).close()
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * warnings
+    assert all("metrics are told on 0.0.0.0 in plain HTTP" in record.getMessage() for record in caplog.records)

@@ -8,12 +8,15 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
+from services.cli.access_flags import add_tls_flags, tls_of
 from services.cli.engines import DEFAULT_ADDRESS, address
 from services.cli.parts import config_type, part
 from services.cli.top.fleet import Fleet
 from services.common.config import resolve
 from services.common.errors import StartError
+from services.common.peer import Peer
 
 _EPILOG = """Keys: q ends, j and k (or the arrows) choose the engine that is told of in full. Latencies are percentiles
 of the last minute, interpolated in the histograms that schedulers keep; with --once, since each scheduler's start."""
@@ -21,15 +24,7 @@ of the last minute, interpolated in the histograms that schedulers keep; with --
 
 def run(argv: Sequence[str]) -> int:
     """Exit code 0; with --once 1 where an engine does not answer."""
-    parser = argparse.ArgumentParser(prog="triptych top", description=__doc__, epilog=_EPILOG, allow_abbrev=False)
-    parser.add_argument(
-        "engines", nargs="*", type=address, metavar="HOST:PORT", help=f"of schedulers ({DEFAULT_ADDRESS})"
-    )
-    parser.add_argument("--config", metavar="FILE", help="take the engine of the frontend that this file configures")
-    parser.add_argument("--interval-s", type=_interval, default=1.0, metavar="S", help="between two looks (1)")
-    parser.add_argument("--once", action="store_true", help="look twice, an interval apart, print, and end")
-    parser.add_argument("--json", action="store_true", help="print a JSON object a look, one a line, until Ctrl-C")
-    parsed = parser.parse_args(argv)
+    parsed = _parser().parse_args(argv)
     part("rich", extra="cli", what="triptych top")
     live = not (parsed.once or parsed.json)
     if live and not (sys.stdin.isatty() and sys.stdout.isatty()):
@@ -42,13 +37,28 @@ def run(argv: Sequence[str]) -> int:
     return asyncio.run(_print(fleet, parsed.interval_s, once=parsed.once, as_json=parsed.json))
 
 
-def _engines(parsed: argparse.Namespace) -> list[str]:
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="triptych top", description=__doc__, epilog=_EPILOG, allow_abbrev=False)
+    parser.add_argument(
+        "engines", nargs="*", type=address, metavar="HOST:PORT", help=f"of schedulers ({DEFAULT_ADDRESS})"
+    )
+    parser.add_argument("--config", metavar="FILE", help="the engines of the frontend of this file, with its TLS")
+    parser.add_argument("--interval-s", type=_interval, default=1.0, metavar="S", help="between two looks (1)")
+    parser.add_argument("--once", action="store_true", help="look twice, an interval apart, print, and end")
+    parser.add_argument("--json", action="store_true", help="print a JSON object a look, one a line, until Ctrl-C")
+    add_tls_flags(parser)
+    return parser
+
+
+def _engines(parsed: argparse.Namespace) -> list[Peer]:
+    """Raises StartError."""
     if parsed.engines and parsed.config is not None:
         raise StartError("engines and --config both say what to look at; give one of them")
+    tls = tls_of(parsed)
     if parsed.config is None:
-        return list(dict.fromkeys(parsed.engines)) or [DEFAULT_ADDRESS]
-    told = resolve(config_type("frontend"), ["--config", parsed.config]).config.model_dump()["engine"]
-    return [told] if isinstance(told, str) else list(told)
+        return [Peer(target, tls) for target in dict.fromkeys(parsed.engines or [DEFAULT_ADDRESS])]
+    frontend: Any = resolve(config_type("frontend"), ["--config", parsed.config]).config
+    return [Peer(target, tls or frontend.peer_tls()) for target in (frontend.engine, *frontend.more_engines)]
 
 
 async def _print(fleet: Fleet, interval_s: float, *, once: bool, as_json: bool) -> int:

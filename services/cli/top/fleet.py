@@ -13,7 +13,7 @@ import grpc
 from triptych.engine.v1 import admin_pb2, admin_pb2_grpc
 
 from services.cli.top.figures import Histogram, Span, Stats, nothing_before
-from services.common.server import channel_options
+from services.common.peer import Peer
 
 TIMEOUT_S = 2.0
 WINDOW_S = 60.0
@@ -25,10 +25,11 @@ QUANTILES = (0.5, 0.9, 0.99)
 
 
 class Engine:
-    """One scheduler, by its address."""
+    """One scheduler, by its address, or as it is dialled."""
 
-    def __init__(self, address: str) -> None:
-        self.address = address
+    def __init__(self, peer: Peer | str) -> None:
+        self._peer = Peer(peer) if isinstance(peer, str) else peer
+        self.address = self._peer.target
         self.now: Stats | None = None
         """The last answer; None while it does not answer."""
         self.trouble = ""
@@ -37,14 +38,11 @@ class Engine:
         self.looks: deque[Span | None] = deque(maxlen=MAX_LOOKS)
         """From look to look; None where there was no answer to one of the two."""
         self._window: deque[Stats] = deque()
-        self._channel: grpc.aio.Channel | None = None
 
     async def look(self) -> None:
         """Asks it. Never raises for what it answers."""
-        if self._channel is None:
-            self._channel = grpc.aio.insecure_channel(self.address, options=channel_options())
+        stub = admin_pb2_grpc.AdminServiceStub(self._peer.channel())
         try:
-            stub = admin_pb2_grpc.AdminServiceStub(self._channel)
             message = await stub.GetStats(admin_pb2.GetStatsRequest(), timeout=TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             self._lose(error.code().name)
@@ -69,8 +67,7 @@ class Engine:
 
     async def close(self) -> None:
         """Hangs up."""
-        if self._channel is not None:
-            await self._channel.close()
+        await self._peer.close()
 
     @property
     def last_look(self) -> Span | None:
@@ -124,8 +121,8 @@ class Engine:
 class Fleet:
     """All of them, in the order given."""
 
-    def __init__(self, addresses: Sequence[str]) -> None:
-        self.engines = [Engine(address) for address in addresses]
+    def __init__(self, peers: Sequence[Peer | str]) -> None:
+        self.engines = [Engine(peer) for peer in peers]
 
     async def look(self) -> None:
         """Asks all at once."""

@@ -30,6 +30,7 @@ from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
 from services.common.errors import StartError
+from services.common.server import is_loopback
 from services.common.telemetry.names import Metric, prometheus_label
 
 log = logging.getLogger(__name__)
@@ -109,7 +110,13 @@ class Endpoint:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A port for an endpoint; 0 takes a free one. Raises StartError."""
+    """A port for an endpoint; 0 takes a free one. Raises StartError. Warns where others than this machine reach it."""
+    if not is_loopback(host):
+        log.warning(
+            "metrics are told on %s in plain HTTP to whoever reaches the port; let a private network alone reach it "
+            "(docs/security.md)",
+            host,
+        )
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family)

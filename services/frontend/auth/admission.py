@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol
 
-from services.common.errors import RequestError
+from services.common.caller import ADMIN, CALLER, Identity
 from services.common.guard import Admission, denied
-from services.frontend.auth.identity import ADMIN, CALLER, Identity
 from services.frontend.config import FrontendConfig
 from services.frontend.quotas import Quotas
 from services.frontend.tenant import tenant_of
@@ -20,9 +16,7 @@ OPEN_METHODS = frozenset({"/vllm.grpc.engine.VllmEngine/HealthCheck"})
 
 ADMIN_METHODS = frozenset({"/vllm.grpc.engine.VllmEngine/FlushCache", "/vllm.grpc.engine.VllmEngine/SubscribeKvEvents"})
 
-LOG_INTERVAL_S = 10.0
-
-log = logging.getLogger(__name__)
+ADMIN_SERVICE = "/triptych.engine.v1.AdminService/"
 
 
 class Method(Protocol):
@@ -35,59 +29,27 @@ class Method(Protocol):
 class Door:
     """Lets calls in; without a method nobody is known, and `Quotas` go by what callers call themselves."""
 
-    def __init__(self, method: Method | None, quotas: Quotas, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, method: Method | None, quotas: Quotas) -> None:
         self._method = method
         self._quotas = quotas
-        self._clock = clock
-        self._logged_s = float("-inf")
-        self._refused = 0
 
     async def admit(self, name: str, context: Any) -> AbstractContextManager[Any]:
         """Raises RequestError; UNAUTHENTICATED, PERMISSION_DENIED, RESOURCE_EXHAUSTED."""
+        CALLER.set(None)  # of this call's task
         if name in OPEN_METHODS:
-            return _as(None)
-        identity = None
+            return nullcontext()
         if self._method is not None:
-            try:
-                identity = await self._method.identify(context)
-                if name in ADMIN_METHODS and ADMIN not in identity.roles:
-                    raise denied("ADMIN_ONLY", f"{name.rpartition('/')[2]} needs the role {ADMIN}")
-            except RequestError as error:
-                self._note(name, error, context)
-                raise
+            identity = await self._method.identify(context)
+            CALLER.set(identity)
+            if ADMIN not in identity.roles and (name in ADMIN_METHODS or name.startswith(ADMIN_SERVICE)):
+                raise denied("ADMIN_ONLY", f"{name.rpartition('/')[2]} needs the role {ADMIN}")
         stack = ExitStack()
-        stack.enter_context(_as(identity))
-        try:
-            tenant = tenant_of(context)
-            if self._quotas.is_set:
-                stack.enter_context(self._quotas.entered(tenant))
-        except RequestError:
-            stack.close()
-            raise
+        tenant = tenant_of(context)
+        if self._quotas.is_set:
+            stack.enter_context(self._quotas.entered(tenant))
         # A call that has ended may hold its handler up for a while, at a message that nobody takes.
         context.add_done_callback(lambda _: stack.close())
         return stack
-
-    def _note(self, name: str, error: RequestError, context: Any) -> None:
-        """One line in a while: who tries tokens must not fill the log."""
-        self._refused += 1
-        now_s = self._clock()
-        if now_s - self._logged_s >= LOG_INTERVAL_S:
-            log.warning(
-                "refused %d calls, the last from %s to %s: %s: %s",
-                self._refused,
-                context.peer(),
-                name,
-                error.reason,
-                error.message,
-            )
-            self._logged_s, self._refused = now_s, 0
-
-
-@contextmanager
-def _as(identity: Identity | None) -> Iterator[None]:
-    CALLER.set(identity)  # of this call's task; nothing is set back, since the call may end in another
-    yield
 
 
 def method_of(config: FrontendConfig) -> Method | None:
@@ -99,7 +61,7 @@ def method_of(config: FrontendConfig) -> Method | None:
     if config.auth == "mtls":
         from services.frontend.auth.certificates import Certificates
 
-        return Certificates(config.auth_names)
+        return Certificates(config.auth_names, config.admin_names)
     if config.auth == "jwt" and config.jwt_keys is not None:
         from services.frontend.auth import key_set
         from services.frontend.auth.signed import Claims, SignedTokens

@@ -11,11 +11,11 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from services.common.caller import ROLES, Identity
 from services.common.errors import StartError
 from services.common.guard import unauthenticated
 from services.common.reloaded import Reloaded
 from services.frontend.auth.bearer import bearer_token
-from services.frontend.auth.identity import ROLES, Identity
 from services.frontend.tenant import MAX_BYTES
 
 MAX_ENTRIES = 10_000

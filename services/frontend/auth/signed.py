@@ -8,11 +8,11 @@ from typing import Any
 
 import jwt
 
+from services.common.caller import ROLES, Identity
 from services.common.errors import RequestError
 from services.common.guard import unauthenticated
 from services.frontend.auth import key_set
 from services.frontend.auth.bearer import bearer_token
-from services.frontend.auth.identity import ROLES, Identity
 from services.frontend.tenant import MAX_BYTES
 
 

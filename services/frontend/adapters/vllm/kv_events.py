@@ -14,14 +14,15 @@ from smg_grpc_proto.generated import common_pb2 as pb
 
 from services.common.digests import root_digest
 from services.common.errors import RequestError
-from services.frontend.engine_admin import Cleared, EngineAdmin, KvBatch, Removed, Stored
+from services.frontend.engine_admin import Cleared, KvBatch, Removed, Stored
+from services.frontend.fleet_admin import FleetAdmin
 
 _NS_PER_S = 1_000_000_000
 _HASH_BYTES = 8
 
 
 @asynccontextmanager
-async def subscribed(admin: EngineAdmin, tenant: str, start: int) -> AsyncIterator[AsyncIterator[pb.KvEventBatch]]:
+async def subscribed(admin: FleetAdmin, tenant: str, start: int) -> AsyncIterator[AsyncIterator[pb.KvEventBatch]]:
     """All that is cached, then each change; the changes alone where `start` is the newest number there is.
 
     Raises OUT_OF_RANGE for any other: who has missed something begins anew, as gateways do on that.

@@ -1,4 +1,6 @@
-"""GetLoads: how busy the engine is, as the one rank that there is."""
+"""GetLoads: how busy the engine is, or the engines together, as the one rank that there is.
+
+Not one rank an engine: a gateway may name a rank in a request, and here the frontend chooses the engine."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
 from services.common import audit
+from services.common.caller import caller
 from services.common.errors import RequestError, invalid, unavailable, unserved
 from services.frontend import sizes
 from services.frontend.adapters.vllm import ebnf, kv_events, loads, requests
@@ -25,12 +26,11 @@ from services.frontend.adapters.vllm.paths import named_as_theirs
 from services.frontend.adapters.vllm.replies import Replies
 from services.frontend.adapters.vllm.tokenizer_files import TokenizerFiles
 from services.frontend.answer import Answer
-from services.frontend.auth.identity import caller
 from services.frontend.calls import Calls
 from services.frontend.door import DOOR as OWN_DOOR
 from services.frontend.engine import Scores
-from services.frontend.engine_admin import EngineAdmin
 from services.frontend.fleet import Fleet
+from services.frontend.fleet_admin import FleetAdmin
 from services.frontend.grammar_check import GrammarCheck
 from services.frontend.intake import Intake
 from services.frontend.patience import Patience
@@ -56,7 +56,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         self,
         model: ServedModel,
         engine: Fleet,
-        admin: EngineAdmin,
+        admin: FleetAdmin,
         calls: Calls,
         grammars: GrammarCheck,
         limits: Limits,
@@ -156,7 +156,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         return self._server.info(active_requests=self._calls.num_running, facts=self._engine.facts)
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
-        """The engine's load now."""
+        """The load now, of all engines that answer."""
         DOOR.check(request)
         loads.check(request)
         return loads.response(await self._admin.load(), self._facts().block_tokens)
@@ -172,7 +172,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
     async def FlushCache(
         self, request: common_pb2.FlushCacheRequest, context: Context
     ) -> common_pb2.FlushCacheResponse:
-        """Forgets the prefix cache of an engine that is idle, or becomes so in time."""
+        """Forgets the prefix caches of all engines, where they are idle, or become so in time."""
         DOOR.check(request)
         wait_s = request.timeout_s
         if not (math.isfinite(wait_s) and 0 <= wait_s <= MAX_FLUSH_WAIT_S):
@@ -185,19 +185,22 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
 
     async def _flush(self, wait_s: float) -> common_pb2.FlushCacheResponse:
         deadline_s = time.monotonic() + wait_s
-        while not (load := await self._admin.load()).is_idle:
+        while not (load := await self._admin.all_loads()).is_idle:
             if time.monotonic() >= deadline_s:
                 busy = load.running_requests + load.waiting_requests
                 message = f"{busy} requests are in flight after {wait_s:g} s (timeout_s); nothing was flushed"
                 return common_pb2.FlushCacheResponse(success=False, message=message)
             await asyncio.sleep(FLUSH_POLL_S)
-        flushed = await self._admin.flush_prefix_cache()
-        return common_pb2.FlushCacheResponse(success=True, message=f"{flushed} blocks were forgotten")
+        flushed, errors = await self._admin.flush_prefix_cache()
+        message = f"{flushed} blocks were forgotten"
+        if errors:
+            message += f"; {len(errors)} of {len(self._admin)} engines have not: {errors[0].message}"
+        return common_pb2.FlushCacheResponse(success=not errors, message=message)
 
     async def SubscribeKvEvents(
         self, request: common_pb2.SubscribeKvEventsRequest, context: Context
     ) -> AsyncIterator[common_pb2.KvEventBatch]:
-        """What the caller's requests could find cached, and each change to it."""
+        """What the caller's requests could find cached at the first engine, and each change to it."""
         DOOR.check(request)
         start = request.start_sequence_number
         async with kv_events.subscribed(self._admin, tenant_of(context), start) as batches:

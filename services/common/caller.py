@@ -1,12 +1,13 @@
-"""Who a caller is, once it is known."""
+"""Who a caller is: what its certificate names, and what it has been found to be."""
 
 from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 ADMIN = "admin"
-"""May flush the engine's cache and follow it, through the adapter for gateways."""
+"""May set log levels, and flush the engine's cache and follow it through the adapter for gateways."""
 DELEGATE = "delegate"
 """May speak for any tenant, named in the metadata: a gateway that has looked at its callers' credentials itself."""
 ROLES = frozenset({ADMIN, DELEGATE})
@@ -28,3 +29,15 @@ def caller() -> str:
     """The tenant that the caller itself is, "" where callers are not known."""
     identity = CALLER.get()
     return identity.tenant if identity is not None else ""
+
+
+def names_of(context: Any) -> tuple[str, ...]:
+    """What the client's certificate names (subject alternative names), none without one."""
+    shown = context.auth_context().get("x509_subject_alternative_name", ())
+    return tuple(name.decode("utf-8", "replace") for name in shown)
+
+
+def identity_of(context: Any) -> dict[str, str]:
+    """The field `identity` of a log: the tenant that a caller has been found to be, else its certificate's names."""
+    identity = caller() or ", ".join(names_of(context))
+    return {"identity": identity} if identity else {}
