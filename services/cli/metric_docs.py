@@ -1,6 +1,6 @@
 """The reference of docs/metrics.md, from the names of metrics."""
 
-# ruff: noqa: E501  lines of Markdown
+
 
 from __future__ import annotations
 
