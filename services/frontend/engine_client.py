@@ -104,10 +104,14 @@ class EngineClient:
         return not self._requests and not self._choices
 
     @property
-    def is_stuck(self) -> bool:
-        """Attached, and yet no token comes: it recovers from something, or says nothing any more."""
-        recovers = self._state == engine_pb2.ENGINE_STATE_RECOVERING
-        return self._attached and (recovers or self.silent_s() >= HEARTBEAT_LIMIT_S)
+    def is_recovering(self) -> bool:
+        """Attached, and says that it makes no tokens now."""
+        return self._attached and self._state == engine_pb2.ENGINE_STATE_RECOVERING
+
+    @property
+    def heard_s(self) -> float:
+        """When it was last heard of, by the clock; another value with each message."""
+        return self._heard_s
 
     def silent_s(self) -> float:
         """Seconds since the engine was last heard of."""

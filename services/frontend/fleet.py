@@ -18,14 +18,15 @@ from dataclasses import dataclass, field, replace
 
 import grpc
 
-from services.common.contract import CLOCK_OFFSET, RESUME
+from services.common.contract import CLOCK_OFFSET, GRAMMAR, RESUME
 from services.common.errors import RequestError, unavailable
 from services.common.peer import Peer
+from services.frontend import engine_client
 from services.frontend.engine import Submission
 from services.frontend.engine_choice import Expectation
 from services.frontend.engine_client import EngineClient
 from services.frontend.engine_request import Sink
-from services.frontend.journey import LOST, Journey
+from services.frontend.journey import Journey
 from services.frontend.request import EngineFacts
 
 LOOK_INTERVAL_S = 0.5
@@ -50,20 +51,25 @@ class _Member:
     journeys: set[Journey] = field(default_factory=set)
     is_odd: bool = False
     """Of another fingerprint than the fleet's."""
+    heard_s: float = 0.0
+    silent_looks: int = 0
+    """Looks in a row since it was heard of. They are counted, not timed: a process that was stopped has all to read."""
+
+    @property
+    def is_silent(self) -> bool:
+        """It may be frozen, or cut off."""
+        return self.client.is_attached and self.silent_looks * LOOK_INTERVAL_S > engine_client.HEARTBEAT_LIMIT_S
+
+    def look(self) -> None:
+        """Whether it was heard of since the last look."""
+        heard_s = self.client.heard_s
+        self.silent_looks = self.silent_looks + 1 if heard_s == self.heard_s else 0
+        self.heard_s = heard_s
 
     def cost(self, leg: Submission) -> tuple[float, int, int]:
         """See Expectation."""
         facts = self.client.facts
         return self.expectation.cost(leg, facts.block_tokens if facts is not None else 0)
-
-
-@dataclass(frozen=True)
-class _Stranded:
-    """Since when, and by what."""
-
-    since_s: float
-    error: RequestError
-    refused_by: str = ""
 
 
 class Fleet:
@@ -82,7 +88,8 @@ class Fleet:
             member.client.on_load = member.expectation.told
         self._failover_s = failover_s
         self._fingerprint = ""
-        self._stranded: dict[Journey, _Stranded] = {}
+        self._stranded: dict[Journey, RequestError] = {}
+        """By what."""
         self._looking: asyncio.TimerHandle | None = None
         self._is_looking = False
 
@@ -159,12 +166,13 @@ class Fleet:
         )
 
     def _best(self, journey: Journey, avoid: str = "") -> _Member | None:
-        """The engine expected to begin with it first; None where none that serves can take it."""
-        leg = journey.next_leg()
+        """The engine expected to begin with it first; None where none that serves can take it, or has just refused."""
+        leg, now_s = journey.next_leg(), time.monotonic()
+        refused = {target for target, at_s in journey.refused_s.items() if now_s - at_s < RETURN_S}
         candidates = [
             member
             for member in self._members
-            if member.client.target != avoid and _can_take(member, journey, leg, self._fingerprint)
+            if member.client.target not in refused | {avoid} and _can_take(member, journey, leg)
         ]
         return min(candidates, key=lambda member: member.cost(leg), default=None)
 
@@ -183,11 +191,10 @@ class Fleet:
     # -- requests that move
 
     def _strand(self, journey: Journey, error: RequestError) -> None:
-        refused_by = "" if error.reason == LOST else journey.last_engine
-        if not journey.was_taken and self._best(journey, avoid=refused_by) is None:
+        if not journey.was_taken and self._best(journey) is None:
             journey.end(error)  # it was refused at the door, and there is no other door
             return
-        self._stranded[journey] = _Stranded(time.monotonic(), error, refused_by)
+        self._stranded[journey] = error
         self._look()
         self._look_again()
 
@@ -200,8 +207,8 @@ class Fleet:
         try:
             self._agree()
             self._evacuate()
-            for journey, stranded in list(self._stranded.items()):
-                self._go_on(journey, stranded)
+            for journey, error in list(self._stranded.items()):
+                self._go_on(journey, error)
         finally:
             self._is_looking = False
 
@@ -228,48 +235,74 @@ class Fleet:
         if not self.can_generate():
             return
         for member in self._members:
-            if member.journeys and member.client.is_stuck:
-                count = len(member.journeys)
-                log.warning("the engine at %s makes no tokens; %d requests go to others", member.client.target, count)
-                for journey in list(member.journeys):
+            if member.client.is_recovering or member.is_silent:
+                leaving = [journey for journey in member.journeys if self._may_leave(journey, member)]
+                for journey in leaving:
                     journey.leave(was_taken=True)
-                    self._stranded[journey] = _Stranded(time.monotonic(), _RECOVERING)
+                    journey.was_evacuated = True
+                    self._stranded[journey] = _RECOVERING
+                if leaving:
+                    count, target = len(leaving), member.client.target
+                    log.warning("the engine at %s makes no tokens; %d requests go to others", target, count)
 
-    def _go_on(self, journey: Journey, stranded: _Stranded) -> None:
+    def _may_leave(self, journey: Journey, member: _Member) -> bool:
+        """Whether another engine can take it, and it has not come here for that reason when this one only recovers: it
+        may be what executors die of, and a scheduler finds that out that has it more than once."""
+        if journey.was_evacuated and not member.is_silent:
+            return False
+        return self._best(journey, avoid=member.client.target) is not None
+
+    def _go_on(self, journey: Journey, error: RequestError) -> None:
         if journey.is_closed:
             del self._stranded[journey]
             return
         journey.finish_full()
-        left_s, stranded_s = journey.left_s, time.monotonic() - stranded.since_s
-        avoided = stranded.refused_by if stranded_s < RETURN_S else ""
+        left_s, now_s = journey.left_s, time.monotonic()
+        adrift_s = now_s - (journey.adrift_s or now_s)
         if journey.is_over:
             del self._stranded[journey]
         elif left_s is not None and left_s <= 0:
             del self._stranded[journey]
             journey.end(RequestError(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE", "the deadline passed"))
-        elif (member := self._best(journey, avoid=avoided)) is not None:
+        elif adrift_s >= self._failover_s and journey.refused_s:
+            del self._stranded[journey]
+            journey.end(error)
+        elif (member := self._best(journey)) is not None:
             del self._stranded[journey]
             self._board(journey, member)
-        elif stranded_s >= self._failover_s:
+        elif adrift_s >= self._failover_s:
             del self._stranded[journey]
-            journey.end(stranded.error)
+            journey.end(error)
 
     def _look_again(self) -> None:
+        if self._looking is None:
+            for member in self._members:
+                member.silent_looks = 0
+            self._arm()
+
+    def _arm(self) -> None:
         if self._looking is None:
             self._looking = asyncio.get_running_loop().call_later(LOOK_INTERVAL_S, self._look_in_time)
 
     def _look_in_time(self) -> None:
         self._looking = None
         if self._stranded or any(member.journeys for member in self._members):
+            for member in self._members:
+                member.look()
             self._look()
-            self._look_again()
+            self._arm()
 
 
-def _can_take(member: _Member, journey: Journey, leg: Submission, fingerprint: str) -> bool:
-    """Whether it serves now, and its ids would be the request's; `fingerprint` is that of what begins anew."""
+def _can_take(member: _Member, journey: Journey, leg: Submission) -> bool:
+    """Whether it serves now, its ids would be those that the caller was told of, and it has what the request needs."""
     facts = member.client.facts
-    if facts is None or not member.client.can_generate():
+    if facts is None or not member.client.can_generate() or facts.fingerprint != journey.fingerprint:
         return False
-    if journey.has_ids:
-        return RESUME in facts.features and facts.fingerprint == journey.fingerprint
-    return facts.fingerprint == fingerprint and len(leg.prompt_ids) + leg.max_tokens <= facts.context_tokens
+    asked_logprobs = max(leg.logprobs or 0, leg.prompt_logprobs or 0)
+    return (
+        (RESUME in facts.features or not journey.has_ids)
+        and (GRAMMAR in facts.features or leg.grammar is None)
+        and len(leg.prompt_ids) + leg.max_tokens <= facts.context_tokens
+        and leg.num_choices <= facts.max_choices
+        and asked_logprobs <= facts.max_logprobs
+    )

@@ -13,12 +13,13 @@ from services.common.errors import RequestError
 from services.common.telemetry.clock import ClockOffset
 from services.frontend.engine import EngineFinish, Outputs, Scores, Submission
 from services.frontend.engine_request import EngineRequest, Sink
+from services.frontend.request import EngineFacts
 
 MAX_LOSSES = 8
 """Engines that a request may have lost in a row without anything new between: it may be what they die of."""
 
-MAX_MOVES = 30
-"""In a row without anything new, for whatever reason."""
+SETTLED_S = 5.0
+"""At an engine, and it was no refusal: whatever ends its stay begins a new search."""
 
 LOST = "ENGINE_LOST"
 """Reason of the end of a request whose engine has gone, in contrast to one that it refused."""
@@ -32,6 +33,7 @@ class Engine(Protocol):
 
     target: str
     clock_offset: ClockOffset
+    facts: EngineFacts | None
 
 
 class Journey:
@@ -53,8 +55,16 @@ class Journey:
         self.fingerprint = fingerprint
         self.block_tokens = block_tokens
         self.is_closed = False
-        self._moves = self._losses = 0
-        """Engines it has left since something new came, and those of them that had gone."""
+        self.engine_id = ""
+        """The id of the engine that it is at, or was at last."""
+        self.refused_s: dict[str, float] = {}
+        """When engines have refused it since something new came, by target; time.monotonic()."""
+        self.adrift_s: float | None = None
+        """Since when it looks for an engine with nothing new between; None: it does not."""
+        self.was_evacuated = False
+        """It has left an engine that made no tokens, and nothing new has come since."""
+        self._boarded_s = 0.0
+        self._losses = 0  # engines that had gone with it since something new came
         self._submission = submission
         self._sink = sink
         self._strand = strand
@@ -91,6 +101,8 @@ class Journey:
         leg, left_s = self._submission, self.left_s
         if left_s is not None:
             leg = replace(leg, timeout_ms=max(1, int(1000 * left_s)))
+        if self._engine is not None:
+            leg = replace(leg, arrived_unix_ns=time.time_ns())  # what was before is in other engines' spans
         if not self.has_ids and self._running == set(leg.choices):
             return leg
         scored = self._received.get(0) or 0 not in self._running  # its prompt's logprobs came before its ids
@@ -104,6 +116,9 @@ class Journey:
         """An engine has it now; `gone` is called when it has it no longer."""
         self._engine, self._request, self._gone = engine, request, gone
         self._last_request = request
+        self._boarded_s = time.monotonic()
+        if engine.facts is not None:
+            self.engine_id = engine.facts.engine_id
 
     @property
     def last_engine(self) -> str:
@@ -119,7 +134,9 @@ class Journey:
     def leave(self, *, was_taken: bool) -> None:
         """Ends it where it is, it is to go on elsewhere; `was_taken`: it is known to have been accepted there."""
         self._was_taken = self._was_taken or was_taken
-        self._moves += 1
+        now_s = time.monotonic()
+        if self.adrift_s is None or now_s - self._boarded_s > SETTLED_S:
+            self.adrift_s = now_s
         self._get_off()
 
     def _get_off(self) -> None:
@@ -136,7 +153,8 @@ class Journey:
             return False
         outputs = self._new(index, outputs)
         if outputs.token_ids or outputs.scores:
-            self._moves = self._losses = 0
+            self._losses, self.adrift_s, self.was_evacuated = 0, None, False
+            self.refused_s.clear()
         self._received[index] += outputs.token_ids
         enough = self._sink.put(index, outputs)
         if enough or outputs.finish is not None:
@@ -150,8 +168,10 @@ class Journey:
         moving = _MOVING if self.was_taken else _MOVING[:1]
         is_lost = error.reason == LOST
         self._losses += is_lost
-        if error.code in moving and self._moves < MAX_MOVES and self._losses <= MAX_LOSSES:
+        if error.code in moving and self._losses <= MAX_LOSSES:
             self.leave(was_taken=is_lost)
+            if not is_lost:
+                self.refused_s[self.last_engine] = time.monotonic()
             self._strand(self, error)
         else:
             self.end(error)

@@ -249,10 +249,11 @@ class Engine:
 
     def _accepting_grammars(self) -> Scheduler:
         """For requests that came in before a drain began, or in an epoch before this one."""
-        core = self._open_core()
-        if not self._serves_grammars:
+        if self._core is None:
+            raise unavailable("LOADING", "the model is not loaded yet; wait for the hello")
+        if self._run is not None and not self._serves_grammars:
             raise unserved("grammar", "is not served by the executor that this engine has now")
-        return core
+        return self._core
 
     def _open_core(self) -> Scheduler:
         if self._core is None:
@@ -363,13 +364,13 @@ class Engine:
                 continue
             try:
                 await self._serve(run, self.core)
-            except ExecutorTakenError as error:
-                self._lose(error)
-                self._give_up()  # whoever has the executor has its frontends too, or will
-                await self._stand_by()
-                since_s = time.monotonic()
             except ExecutorLostError as error:
                 self._lose(error)
+                if isinstance(error, ExecutorTakenError) and self._links[0] is self._own_link:
+                    self._give_up()  # whoever has the executor has its frontends too, or will
+                    await self._stand_by()
+                    since_s = time.monotonic()
+                    continue
                 self._links.rotate(-1)
                 await asyncio.sleep(FIRST_RETRY_S if len(self._links) == 1 else 0)
                 since_s = time.monotonic()
@@ -411,6 +412,8 @@ class Engine:
         await link.allocate(num_blocks)
         self._serves_grammars = await self._grammars.is_served() and GRAMMAR in facts.features
         self._sets_log_levels = LOG_LEVEL in facts.features
+        if link is not self._own_link and await link.is_driven():  # it may have taken minutes to load
+            raise ExecutorLostError(f"another scheduler drives the spare executor at {link.address} now")
         run = await link.open(
             facts.version, self._work.set, traces=self._spans is not None and TRACE_CONTEXT in facts.features
         )
@@ -464,7 +467,8 @@ class Engine:
             self._giving_up.cancel()
             self._giving_up = None
         if self.core.num_requests:
-            log.error("no executor in time: %d requests end", self.core.num_requests - self._self_test.is_running)
+            if (num_requests := self.core.num_requests - self._self_test.is_running) > 0:
+                log.error("no executor in time: %d requests end", num_requests)
             message = "the executor was lost while this request waited or ran; try again"
             self._deliver(self.core.fail_all(FailureKind.EXECUTOR_LOST, message))
 

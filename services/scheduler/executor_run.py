@@ -208,8 +208,13 @@ class ExecutorRun:
             async with self._writing:
                 await self._call.write(message)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            await self._reader  # it knows how the stream ended
+            await asyncio.wait([self._reader])  # it knows how the stream ended
             raise self._lost or ExecutorLostError("its stream is closed") from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._lost is None or (task is not None and task.cancelling()):
+                raise
+            raise self._lost from None  # the stream was cancelled under the write, not who writes
 
     async def _read(self) -> None:
         try:

@@ -187,8 +187,9 @@ class Masking:
                 await self._finish(job, pool)
             except Exception:  # a fault of ours in one job must not leave all later ones without masks
                 log.exception("masks of step %d failed", job.step)
-            self._num_open -= 1
-            self._changed()
+            finally:
+                self._num_open -= 1
+                self._changed()
 
     async def _finish(self, job: _Job, pool: ThreadPoolExecutor) -> None:
         begun_s = time.monotonic()

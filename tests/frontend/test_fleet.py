@@ -15,6 +15,7 @@ from triptych.engine.v1 import engine_pb2
 
 from loadtest.stub_engine import Faults, StubEngine
 from services.common.digests import prompt_digests, root_digest
+from services.common.grammar import Grammar
 from services.frontend import fleet as fleet_module
 from services.frontend.engine import BlockDigests, Submission
 from services.frontend.engine_choice import Expectation, Load
@@ -174,8 +175,7 @@ async def test_a_request_that_every_engine_dies_of_ends_after_so_many() -> None:
         assert len(first.submits) + len(second.submits) == MAX_LOSSES + 1
 
 
-async def test_a_request_that_every_engine_drops_ends_after_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.frontend.journey.MAX_MOVES", 4)
+async def test_a_request_that_every_engine_drops_at_once_ends_when_all_have() -> None:
     lost = engine_pb2.Failed(code=14, reason="EXECUTOR_LOST", message="gone")
     faults = Faults(failed=lost, failed_at=0)
     async with pair(StubEngine(faults=faults), StubEngine(faults=faults)) as (first, second, fleet):
@@ -183,7 +183,7 @@ async def test_a_request_that_every_engine_drops_ends_after_so_many(monkeypatch:
         error = await box.until_error()
         journey.close()
         assert error.code is grpc.StatusCode.UNAVAILABLE and error.message == "gone"
-        assert len(first.submits) + len(second.submits) <= 4 + 1
+        assert len(first.submits) + len(second.submits) == 2
 
 
 async def test_what_is_refused_where_there_is_no_other_engine_is_refused_at_once() -> None:
@@ -278,7 +278,9 @@ async def test_nothing_begins_or_goes_on_with_other_weights_while_the_first_are_
             await box.until_ids()
         assert not odd.submits
         await own.stop()
-        await until(fleet.can_generate)  # with the other weights now, for what is new
+        await until(
+            lambda: fleet.can_generate() and fleet.require().fingerprint != facts.fingerprint
+        )  # for what is new
         fresh, fresh_box = ask(fleet, submission(77))
         await done(fresh, fresh_box)
         assert len(odd.submits) == 1 and fresh_box.error is None
@@ -287,6 +289,82 @@ async def test_nothing_begins_or_goes_on_with_other_weights_while_the_first_are_
             await done(journey, box)
             assert box.outputs[0].token_ids == expected(own, (n,), LONG)
         assert len(odd.submits) == 1
+
+
+async def test_a_request_that_executors_die_of_does_not_visit_one_engine_after_the_other() -> None:
+    """It stays where it came to from an engine that recovered, so that one scheduler sees it kill twice."""
+    async with pair() as (first, second, fleet):
+        journey, box = ask(fleet, submission(8, 9, max_tokens=LONG))
+        await box.until_ids()
+        there, other = (first, second) if first.num_running else (second, first)
+        other.pause()
+        there.set_state(engine_pb2.ENGINE_STATE_RECOVERING)
+        await other.wait_until(lambda engine: len(engine.submits) == 1)
+        there.set_state(engine_pb2.ENGINE_STATE_SERVING)
+        other.set_state(engine_pb2.ENGINE_STATE_RECOVERING)
+        await asyncio.sleep(0.3)
+        assert (len(there.submits), len(other.submits)) == (1, 1)
+        other.set_state(engine_pb2.ENGINE_STATE_SERVING)
+        other.resume()
+        await done(journey, box)
+        assert box.outputs[0].token_ids == expected(other, (8, 9), LONG)
+
+
+async def test_a_frontend_that_was_stopped_itself_takes_no_engine_for_silent() -> None:
+    async with pair() as (first, second, fleet):
+        asked = [ask(fleet, submission(n, max_tokens=LONG)) for n in range(6)]
+        for _, box in asked:
+            await box.until_ids()
+        before = (len(first.submits), len(second.submits))
+        for member in fleet._members:
+            member.client._heard_s -= 3600  # as after a stop of this process
+        fleet._look()
+        await asyncio.sleep(0.2)
+        assert (len(first.submits), len(second.submits)) == before
+        for journey, box in asked:
+            await done(journey, box)
+
+
+async def test_an_engine_is_left_only_where_another_can_take_the_request() -> None:
+    async with pair(second=StubEngine(step_s=STEP_S, context_tokens=64)) as (first, second, fleet):
+        journey, box = ask(fleet, submission(8, 9, max_tokens=LONG))
+        await box.until_ids()
+        first.set_state(engine_pb2.ENGINE_STATE_RECOVERING)
+        await asyncio.sleep(0.2)
+        first.set_state(engine_pb2.ENGINE_STATE_SERVING)
+        await done(journey, box)
+        assert not second.submits and len(first.submits) == 1
+
+
+async def test_a_grammar_goes_to_an_engine_that_serves_grammars() -> None:
+    async with pair(StubEngine(features=("resume",)), StubEngine()) as (first, second, fleet):
+        for n in range(6):
+            journey, box = ask(fleet, replace(submission(n), grammar=Grammar("regex", "a")))
+            await done(journey, box)
+        assert not first.submits and len(second.submits) == 6
+
+
+async def test_a_moved_request_waits_out_two_full_queues() -> None:
+    full = Faults(failed=engine_pb2.Failed(code=8, reason="QUEUE_FULL", message="full"))
+    engines = [
+        StubEngine(step_s=STEP_S),
+        StubEngine(step_s=STEP_S, faults=full),
+        StubEngine(step_s=STEP_S, faults=full),
+    ]
+    async with engines[0], engines[1], engines[2], fleet_of(*engines) as fleet:
+        for member in fleet._members[1:]:
+            member.expectation.told(Load(waiting_tokens=10**9))  # so that the first is chosen
+        journey, box = ask(fleet, submission(8, 9, max_tokens=LONG))
+        await box.until_ids()
+        await engines[0].stop()
+        for engine in engines[1:]:
+            await engine.wait_until(lambda engine: len(engine.submits) >= 1)
+        await asyncio.sleep(0.3)
+        assert sum(len(engine.submits) for engine in engines[1:]) <= 4, "it asks again and again"
+        for engine in engines[1:]:
+            engine.faults = Faults()
+        await done(journey, box)
+        assert box.error is None and box.outputs[0].token_ids == expected(engines[1], (8, 9), LONG)
 
 
 async def test_drained_without_an_engine_a_frontend_waits_shortly(monkeypatch: pytest.MonkeyPatch) -> None:
