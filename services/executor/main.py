@@ -17,6 +17,7 @@ from services.common.errors import StartError
 from services.common.peer_names import PeerNames
 from services.common.server import Server
 from services.common.startup import Startup
+from services.common.telemetry import ending
 from services.common.telemetry.metrics import open_metrics
 from services.common.telemetry.tracing import open_tracer
 from services.executor import architecture, devices, loader, memory
@@ -187,10 +188,7 @@ async def _serve(executor: Executor, settings: ExecutorConfig, startup: Startup)
         await server.stop()
     lost.cancel()
     await servicer.close()
-    if tracer is not None:
-        await tracer.close()
-    if metrics is not None:
-        await metrics.close()
+    await ending.close(tracer, metrics)
     if lost.done() and not lost.cancelled():
         what = "its device" if executor.tp_size == 1 else "its ranks"
         raise StartError(f"{lost.result()}; the executor ends with {what}, start it again")

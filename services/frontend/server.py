@@ -14,6 +14,7 @@ from services.common.errors import StartError, unavailable
 from services.common.peer import Peer
 from services.common.server import Server, is_loopback
 from services.common.startup import Startup
+from services.common.telemetry import ending
 from services.common.telemetry.metrics import open_metrics
 from services.common.telemetry.tracing import open_tracer
 from services.frontend import request_spans, served_model, service
@@ -172,11 +173,9 @@ class Frontend:
         await self.engine.close()
         await self.model.templates.close()
         await self.grammars.close()
-        if self.metrics is not None:
-            await self.metrics.close()
-        if self._tracing is not None and self._tracer is not None:
+        if self._tracing is not None:
             self._tracing.close()
-            await self._tracer.close()
+        await ending.close(self._tracer, self.metrics)
 
     async def _stop_watching(self) -> None:
         if self._watch is not None:

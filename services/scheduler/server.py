@@ -13,6 +13,7 @@ from services.common.peer import Peer
 from services.common.peer_names import PeerNames
 from services.common.server import Server, channel_options
 from services.common.startup import Startup
+from services.common.telemetry import ending
 from services.common.telemetry.metrics import open_metrics
 from services.common.telemetry.tracing import open_tracer
 from services.scheduler.admin import ADMIN_SERVICE, OPEN_QUESTIONS, AdminServicer
@@ -128,10 +129,7 @@ class SchedulerServer:
         self.engine.close()
         if self._journal is not None:
             self._journal.close()
-        if self._tracer is not None:
-            await self._tracer.close()
-        if self._metrics is not None:
-            await self._metrics.close()
+        await ending.close(self._tracer, self._metrics)
 
     @property
     def metrics_port(self) -> int | None:
