@@ -255,4 +255,4 @@ def _angles(x: torch.Tensor, angles: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _random(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)  # whatever the default

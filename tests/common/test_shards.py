@@ -19,7 +19,7 @@ def test_fast(): pass
 
 def _run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
     pytester.makepyfile(SOURCE)
-    pytester.makeini("[pytest]\nmarkers = slow\nasyncio_default_fixture_loop_scope = function")
+    pytester.makeini("[pytest]\nmarkers =\n    slow\n    one_shard\nasyncio_default_fixture_loop_scope = function")
     return pytester.runpytest_inprocess("-p", "tests.support.shards", "-v", *arguments)
 
 
@@ -35,6 +35,15 @@ def test_the_shards_together_are_all_slow_tests_once(pytester: pytest.Pytester) 
 
 def test_tests_that_are_not_slow_are_in_every_shard(pytester: pytest.Pytester) -> None:
     assert all("test_fast" in _passed(_run(pytester, "--shard", f"{i}/3")) for i in range(3))
+
+
+def test_the_slow_tests_of_a_marked_file_are_in_one_shard(pytester: pytest.Pytester) -> None:
+    marked = SOURCE + "\npytestmark = pytest.mark.one_shard\n"
+    shards = []
+    for i in range(3):
+        pytester.makepyfile(test_marked=marked)
+        shards.append(_passed(_run(pytester, "-m", "slow", "--shard", f"{i}/3")))
+    assert sorted(len(shard) for shard in shards) == [2, 3, 9]
 
 
 def test_without_a_shard_everything_runs(pytester: pytest.Pytester) -> None:

@@ -17,7 +17,7 @@ from tests.support.certificates import Authority, place
 from tests.support.cluster import Cluster, free_port, health
 from tests.support.secured import NAMES, TOKEN, Secured, issue, listener_flags, peer_flags, running_secured
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.one_shard, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")

@@ -109,11 +109,10 @@ async def test_a_stream_that_does_not_begin_with_open_is_refused(tiny: Path) -> 
         assert code == grpc.StatusCode.FAILED_PRECONDITION and "version 2" in details
 
 
-@pytest.mark.parametrize("command", [{"utility": pb.Utility(id=1)}])
-async def test_commands_that_are_not_served_yet_are_refused_by_name(tiny: Path, command: dict[str, Any]) -> None:
+async def test_a_utility_without_a_call_is_refused_by_name(tiny: Path) -> None:
     async with serve(tiny, num_blocks=BLOCKS) as rig:
-        code, details = await refused(rig, opening(next_epoch()), pb.RunRequest(**command))
-        assert code == grpc.StatusCode.UNIMPLEMENTED and details.startswith(next(iter(command)))
+        code, details = await refused(rig, opening(next_epoch()), pb.RunRequest(utility=pb.Utility(id=1)))
+        assert code == grpc.StatusCode.INVALID_ARGUMENT and details.startswith("utility.call")
 
 
 async def test_run_before_allocate_is_refused(tiny: Path) -> None:

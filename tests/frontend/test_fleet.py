@@ -15,7 +15,7 @@ from triptych.engine.v1 import engine_pb2
 
 from loadtest.stub_engine import Faults, StubEngine
 from services.common.digests import prompt_digests, root_digest
-from services.common.grammar import Grammar
+from services.common.grammar import Grammar, Regex
 from services.frontend import fleet as fleet_module
 from services.frontend.engine import BlockDigests, Submission
 from services.frontend.engine_choice import Expectation, Load
@@ -339,7 +339,7 @@ async def test_an_engine_is_left_only_where_another_can_take_the_request() -> No
 async def test_a_grammar_goes_to_an_engine_that_serves_grammars() -> None:
     async with pair(StubEngine(features=("resume",)), StubEngine()) as (first, second, fleet):
         for n in range(6):
-            journey, box = ask(fleet, replace(submission(n), grammar=Grammar("regex", "a")))
+            journey, box = ask(fleet, replace(submission(n), grammar=Grammar(Regex("a"))))
             await done(journey, box)
         assert not first.submits and len(second.submits) == 6
 

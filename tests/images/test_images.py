@@ -15,7 +15,7 @@ from tests.support.checkpoints import reference_ids
 from tests.support.cluster import free_port
 from tests.support.images import BASE, Container, Images
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.one_shard, pytest.mark.timeout(3600)]
 
 ANY_USER = "12345:0"
 """As OpenShift gives them: a user that no file knows, of group 0."""

@@ -12,6 +12,7 @@ from loadtest.bench_tracing import Found, confidence_95
 from tests.frontend.harness import text_checkpoint
 
 
+@pytest.mark.slow
 def test_the_whole_benchmark_with_few_streams(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = text_checkpoint(tmp_path / "tiny-text")
     small = ["--streams", "2", "--tokens", "8", "--bursts", "20", "--step-ms", "1", "--pairs", "2"]

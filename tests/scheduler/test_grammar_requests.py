@@ -178,7 +178,8 @@ async def test_a_request_that_computes_forced_ids_decodes(model: Path) -> None:
         stub.let(1)
         await told.first.wait()
         await stub.plan_arrived(2)
-        assert len(told.ids) > 1 and stub.plans[-1].forced_ids
+        await until(lambda: len(told.ids) > 1)
+        assert stub.plans[-1].forced_ids
         phases = made.server.engine.core.by_phase()
         assert (phases["prefill"], phases["decode"]) == (0, 1)
         stub.release()

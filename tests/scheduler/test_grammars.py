@@ -368,7 +368,10 @@ async def test_X3_grammars_go_on_in_a_new_epoch_where_they_were(
     faults = Faults(fault_at_step=fault_at_step, epochs=2)
     async with bench(model, stub=StubExecutor(max_in_flight=2, faults=faults)) as made:
         patterns = [("[ab]{30}", False), ("[ab]{8}0123456789[ab]{8}", True), ("(yes|no){12}", True)]
+        made.stub.hold()
         told = [await submit(made.frontend, Grammar(regex=p, forced_tokens=forced)) for p, forced in patterns]
+        await made.frontend.synced()
+        made.stub.release()
         await finished(*told)
         for mine, (pattern, _) in zip(told, patterns, strict=True):
             assert stopped(mine) and re.fullmatch(pattern, text(mine))

@@ -1,4 +1,7 @@
-"""A pytest plugin that runs a share of the slow tests: --shard I/N takes every N-th, beginning with number I from 0."""
+"""A pytest plugin that runs a share of the slow tests: --shard I/N takes every N-th, beginning with number I from 0.
+
+The tests of a file that is marked `one_shard` count as one: what they share takes longer than they do.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--shard") is None:
         return
     index, count = _parse(config.getoption("--shard"))
-    slow = sorted(item.nodeid for item in items if item.get_closest_marker("slow"))
-    others = set(slow) - set(slow[index::count])
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in others])
-    items[:] = [item for item in items if item.nodeid not in others]
+    slow = sorted({_unit(item) for item in items if item.get_closest_marker("slow")})
+    own = set(slow[index::count])
+    others = {item for item in items if item.get_closest_marker("slow") and _unit(item) not in own}
+    config.hook.pytest_deselected(items=[item for item in items if item in others])
+    items[:] = [item for item in items if item not in others]
+
+
+def _unit(item: pytest.Item) -> str:
+    return item.nodeid.split("::")[0] if item.get_closest_marker("one_shard") else item.nodeid
 
 
 def _parse(text: str) -> tuple[int, int]:
