@@ -1,7 +1,5 @@
 """The reference of docs/metrics.md, from the names of metrics."""
 
-
-
 from __future__ import annotations
 
 from collections.abc import Iterator
