@@ -114,7 +114,7 @@ class StubEngine:
         self._state: engine_pb2.EngineState.ValueType = engine_pb2.ENGINE_STATE_SERVING
         self._sessions: set[_Session] = set()
         self._server: grpc.aio.Server | None = None
-        self._engine_id = f"stub-{time.time_ns():x}"
+        self.engine_id = f"stub-{time.time_ns():x}"
         self._go = asyncio.Event()
         self._go.set()
 
@@ -216,7 +216,7 @@ class StubEngine:
         return engine_pb2.EngineHello(
             version=self.faults.hello_version,
             features=self.features,
-            engine_id=self._engine_id,
+            engine_id=self.engine_id,
             model=self._model,
             fingerprint=self._fingerprint,
             vocab_size=self._vocab_size,

@@ -44,6 +44,7 @@ class Answer:
         self._scores_alone = job.max_tokens == 0
         self._scores = PromptScores(job)
         begun = begun or {}
+        self._num_arrived = sum(one.choice.num_tokens for one in begun.values())
         run = job.options.num_choices
         self._choices = [
             begun[index].choice if index in begun else Choice(job, tokenizer, index) for index in range(run)
@@ -78,6 +79,11 @@ class Answer:
     def completion_tokens(self) -> int:
         """Ids kept, of all choices."""
         return sum(choice.num_tokens for choice in self._choices)
+
+    @property
+    def new_tokens(self) -> int:
+        """The same, without those that had arrived on a stream before this one."""
+        return self.completion_tokens - self._num_arrived
 
     @property
     def cached_tokens(self) -> int:

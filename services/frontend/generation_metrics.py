@@ -80,7 +80,7 @@ class GenerationTimes(CallTimes):
 
     def answered(self, answer: Answer) -> None:
         """The generation is over, however it ended."""
-        self._counts.output_tokens += answer.completion_tokens
+        self._counts.output_tokens += answer.new_tokens
 
     def end(self, code: str) -> None:
         """The call has ended with a gRPC status."""

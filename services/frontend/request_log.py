@@ -16,6 +16,7 @@ from services.common.errors import RequestError
 from services.common.telemetry.context import CURRENT
 from services.frontend import request_id
 from services.frontend.answer import Answer
+from services.frontend.journey import Journey
 from services.frontend.request import Job
 from services.frontend.trace_context import parent_of
 
@@ -35,6 +36,7 @@ class Entry:
         """By another call: what had not stopped was ended by it."""
         self.job: Job | None = None
         self.answer: Answer | None = None
+        self._journey: Journey | None = None
         self._model = model
         self._method = method
         self._context = context
@@ -49,6 +51,10 @@ class Entry:
         self.request_id = request_id.new_id()
         await request_id.tell(self._context, self.request_id)
         return self.request_id
+
+    def submitted(self, journey: Journey) -> None:
+        """An engine has it; another may by its end."""
+        self._journey = journey
 
     def fields(self, code: grpc.StatusCode, error: RequestError | None) -> dict[str, object]:
         """All of it, at the call's end."""
@@ -72,7 +78,7 @@ class Entry:
 
     def _accounting(self, job: Job) -> Mapping[str, object]:
         told: dict[str, object] = {
-            "engine_id": job.engine.engine_id,
+            "engine_id": "" if self._journey is None else self._journey.engine_id,
             "choices": job.options.n,
             "prompt_tokens": len(job.prompt_ids),
         }

@@ -68,12 +68,16 @@ class Runner:
         tell: Tell,
         submitted: Submitted = lambda request: None,
     ) -> None:
-        """Returns when every choice has stopped. Raises what has ended it before, once all that came is sent."""
+        """Returns when every choice has stopped. Raises what has ended it before, once all that came is sent.
+
+        A stream that a client resumes is charged its prompt once more, since that is computed again, and of its ids
+        those that are new.
+        """
         self._quotas.charge(call.tenant, len(job.prompt_ids))
         try:
             await self._timed(job, answer, call, send, tell, submitted)
         finally:
-            self._quotas.charge(call.tenant, answer.completion_tokens)
+            self._quotas.charge(call.tenant, answer.new_tokens)
 
     async def _timed(self, job: Job, answer: Answer, call: Call, send: Send, tell: Tell, submitted: Submitted) -> None:
         """The same, with its spans and durations where these are told."""

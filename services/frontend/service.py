@@ -202,7 +202,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                     await write(response(prompt_logprobs=piece))
 
             await write(response(prompt=self._prompt_info(job)))
-            await self._runner.run(job, answer, call, send, tell)
+            await self._runner.run(job, answer, call, send, tell, entry.submitted)
             await write(response(usage=responses.usage(job, answer.completion_tokens, answer.cached_tokens)))
 
     def _told(self, method: str, context: Context, label: str = "") -> AbstractContextManager[Entry]:

@@ -18,8 +18,9 @@ from triptych.inference.v1 import inference_pb2
 from loadtest.stub_engine import Faults
 from services.common import audit
 from services.frontend import request_log
-from tests.frontend.harness import scripted, serving, user
+from tests.frontend.harness import Served, scripted, serving, user
 from tests.support import vllm_calls
+from tests.support.attached import until
 from tests.support.calls import by_ids, by_text, generate, greedy
 from tests.support.checkpoints import EOS_ID
 
@@ -254,6 +255,47 @@ async def test_a_resumed_request_counts_all_its_ids(text_model: Path, lines: Lin
         resume = inference_pb2.Resume(seed=1, fingerprint=first.prompt.fingerprint, choices=[received])
         await generate(served.channel, by_ids([10], greedy(seed=1, resume=resume)))
         assert [line["output_tokens"] for line in lines.all] == [4, 4]
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+@pytest.mark.parametrize("by_adapter", [False, True])
+async def test_of_two_engines_the_line_names_the_one_that_had_the_request_last(
+    text_model: Path, lines: Lines, is_lost: bool, by_adapter: bool
+) -> None:
+    engines = [scripted([50], context_tokens=2**20, step_s=0.005) for _ in range(2)]
+    async with (
+        engines[1],
+        serving(
+            text_model, engines[0], more_engines=(engines[1].address,), failover_s=20.0, vllm_adapter=by_adapter
+        ) as served,
+    ):
+        members = {member.client.target: member.client for member in served.frontend.engine._members}
+        await until(lambda: all(client.can_generate() for client in members.values()))
+        calls = [ask(served, by_adapter, prompt) for prompt in range(10, 14)]
+        await until(lambda: sum(engine.num_running for engine in engines) == 4)
+        begun = {engine: engine.num_running for engine in engines}
+        assert min(begun.values()) > 0, "each has some of them"
+        if is_lost:
+            await engines[0].stop()
+            begun = {engines[0]: 0, engines[1]: 4}
+        await asyncio.gather(*calls)
+        ids = [line["engine_id"] for line in lines.all]
+        assert [ids.count(engine.engine_id) for engine in engines] == [*begun.values()]
+
+
+def ask(served: Served, by_adapter: bool, prompt: int) -> asyncio.Future[Any]:
+    """A request that takes a second or more."""
+    if by_adapter:
+        return asyncio.ensure_future(
+            vllm_calls.generate(served.channel, vllm_calls.by_ids([prompt], stream=True, max_tokens=200))
+        )
+    return asyncio.ensure_future(generate(served.channel, by_ids([prompt], greedy(max_tokens=200))))
+
+
+async def test_a_request_that_no_engine_was_asked_for_names_none(text_model: Path, lines: Lines) -> None:
+    async with serving(text_model) as served:
+        await generate(served.channel, by_ids([10], greedy(max_tokens=0)))
+        assert lines.one["prompt_tokens"] == 1 and "engine_id" not in lines.one
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -157,6 +157,41 @@ async def test_only_what_had_not_finished_is_run(text_model: Path) -> None:
         assert answer.usage.completion_tokens == 3 + 6 * 3
 
 
+@pytest.mark.parametrize("left", [0, 1])
+async def test_a_resumed_stream_is_charged_its_prompt_once_more_and_its_new_ids_alone(
+    text_model: Path, left: int
+) -> None:
+    """What is left of the burst lets one more request in where it is a token, and none where it is nothing."""
+    first, again = len(PROMPT) + 9, len(PROMPT) + (9 - 4)
+    rate = {"tenant_tokens_per_min": 1e-6, "tenant_burst_tokens": first + again + left}
+    async with serving(text_model, engine(text_model), **rate) as served:
+        options = greedy(seed=SEED, max_tokens=9)
+        whole = (await generate(served.channel, by_ids(PROMPT, options))).messages
+        assert joined(whole)[0].token_ids and whole[-1].usage.completion_tokens == 9
+        rest = await resumed(served, options, whole[: 1 + 4])  # prompt facts, and four messages of an id
+        assert len(joined(rest)[0].token_ids) == 9 - 4
+        if left:
+            await generate(served.channel, by_ids(PROMPT, greedy(max_tokens=1)))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await generate(served.channel, by_ids(PROMPT, greedy(max_tokens=1)))
+        assert reason(refused.value) == "TENANT_TOKEN_RATE"
+
+
+async def test_choices_that_had_finished_before_are_charged_nothing(text_model: Path) -> None:
+    """The burst is as much as is charged, and a token: one more request is let in, and no second one."""
+    rate = {"tenant_tokens_per_min": 1e-6, "tenant_burst_tokens": len(PROMPT) + 5 + 1}
+    async with serving(text_model, engine(text_model), **rate) as served:
+        resume = inference_pb2.Resume(seed=SEED, fingerprint="f" * 64)
+        resume.choices.add(index=0, token_ids=[1, 2, 3], finished=True)
+        resume.choices.add(index=1, token_ids=[70])
+        answer = await generate(served.channel, by_ids(PROMPT, greedy(resume=resume, n=2, max_tokens=6)))
+        assert answer.usage.completion_tokens == 3 + 6
+        await generate(served.channel, by_ids(PROMPT, greedy(max_tokens=1)))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await generate(served.channel, by_ids(PROMPT, greedy(max_tokens=1)))
+        assert reason(refused.value) == "TENANT_TOKEN_RATE"
+
+
 async def test_a_refusal_of_a_request_whose_first_choice_is_not_run_ends_the_call(text_model: Path) -> None:
     failed = engine_pb2.Failed(code=grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], reason="QUEUE_FULL", message="full")
     async with serving(text_model, engine(text_model, faults=Faults(failed=failed))) as served:

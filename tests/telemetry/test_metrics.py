@@ -148,7 +148,7 @@ async def test_a_call_that_is_cancelled_after_its_first_token_has_one_and_an_err
         assert front.count(names.REQUEST_DURATION, error_type="CANCELLED") == 1 == front.count(names.REQUEST_DURATION)
 
 
-async def test_a_resumed_stream_has_no_second_first_token(model: Path) -> None:
+async def test_a_resumed_stream_has_no_second_first_token_and_counts_its_new_ids_alone(model: Path) -> None:
     async with metered(model) as engine:
         ids = await generate(engine, 3)
         facts = (await engine.stub.GetModel(inference_pb2.GetModelRequest())).model
@@ -160,6 +160,7 @@ async def test_a_resumed_stream_has_no_second_first_token(model: Path) -> None:
         front = await engine.of_frontend()
         assert front.count(names.TIME_TO_FIRST_TOKEN) == 1
         assert front.count(names.REQUEST_DURATION) == 2
+        assert front.value(names.CLIENT_TOKENS) == TOKENS + (TOKENS - 3)
 
 
 async def test_refusals_are_counted_by_the_reason_that_callers_are_told(model: Path) -> None:

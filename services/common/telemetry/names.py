@@ -161,7 +161,11 @@ CALLS_FAILED = _counter(
     "triptych.frontend.calls_failed", "{call}", "calls that ended with an error, by the reason told", REASON
 )
 ENGINE_READY = _gauge("triptych.frontend.engine_ready", "", "1 where the engine could make a token for this frontend")
-CLIENT_TOKENS = _counter("triptych.frontend.output_tokens", "{token}", "ids that answers kept, of ended generations")
+CLIENT_TOKENS = _counter(
+    "triptych.frontend.output_tokens",
+    "{token}",
+    "ids that answers kept, of ended generations; of one that a client resumes those that are new",
+)
 
 # The scheduler's: requests and KV blocks.
 REQUESTS_RUNNING = _gauge("triptych.num_requests_running", "{request}", "choices that hold KV blocks", PHASE)

@@ -33,6 +33,7 @@ from services.frontend.fleet import Fleet
 from services.frontend.fleet_admin import FleetAdmin
 from services.frontend.grammar_check import GrammarCheck
 from services.frontend.intake import Intake
+from services.frontend.journey import Journey
 from services.frontend.patience import Patience
 from services.frontend.quotas import Quotas
 from services.frontend.request import Delta, EngineFacts, Job, Limits
@@ -113,11 +114,15 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         async def score(scores: Scores) -> None:
             replies.score(scores)
 
+        def submitted(journey: Journey) -> None:
+            entry.submitted(journey)
+            running.submitted(journey)
+
         running.answering(answer)
         try:
             with suppress(AbortedError):
                 if not running.is_aborted:
-                    await self._runner.run(job, answer, call, send, score, running.submitted)
+                    await self._runner.run(job, answer, call, send, score, submitted)
             for reply in replies.end():
                 await write(reply)
         finally:
