@@ -86,6 +86,11 @@ class Answer:
         return self.completion_tokens - self._num_arrived
 
     @property
+    def repeated_tokens(self) -> int:
+        """Before anything has come: ids of the choices that go on, which the engine computes again."""
+        return sum(choice.num_tokens for choice in self._choices if choice.stopped is None)
+
+    @property
     def cached_tokens(self) -> int:
         """Prompt ids found in the engine's cache by the first choice: the others share the prompt's blocks with it."""
         return self._choices[0].cached_tokens

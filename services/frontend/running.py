@@ -70,10 +70,10 @@ class Runner:
     ) -> None:
         """Returns when every choice has stopped. Raises what has ended it before, once all that came is sent.
 
-        A stream that a client resumes is charged its prompt once more, since that is computed again, and of its ids
-        those that are new.
+        A stream that a client resumes is charged for what is computed again, its prompt and the ids that had arrived,
+        and for what is new.
         """
-        self._quotas.charge(call.tenant, len(job.prompt_ids))
+        self._quotas.charge(call.tenant, len(job.prompt_ids) + answer.repeated_tokens)
         try:
             await self._timed(job, answer, call, send, tell, submitted)
         finally:

@@ -158,11 +158,11 @@ async def test_only_what_had_not_finished_is_run(text_model: Path) -> None:
 
 
 @pytest.mark.parametrize("left", [0, 1])
-async def test_a_resumed_stream_is_charged_its_prompt_once_more_and_its_new_ids_alone(
+async def test_a_resumed_stream_is_charged_for_what_is_computed_again_and_for_what_is_new(
     text_model: Path, left: int
 ) -> None:
     """What is left of the burst lets one more request in where it is a token, and none where it is nothing."""
-    first, again = len(PROMPT) + 9, len(PROMPT) + (9 - 4)
+    first, again = len(PROMPT) + 9, len(PROMPT) + 4 + (9 - 4)
     rate = {"tenant_tokens_per_min": 1e-6, "tenant_burst_tokens": first + again + left}
     async with serving(text_model, engine(text_model), **rate) as served:
         options = greedy(seed=SEED, max_tokens=9)
@@ -179,7 +179,7 @@ async def test_a_resumed_stream_is_charged_its_prompt_once_more_and_its_new_ids_
 
 async def test_choices_that_had_finished_before_are_charged_nothing(text_model: Path) -> None:
     """The burst is as much as is charged, and a token: one more request is let in, and no second one."""
-    rate = {"tenant_tokens_per_min": 1e-6, "tenant_burst_tokens": len(PROMPT) + 5 + 1}
+    rate = {"tenant_tokens_per_min": 1e-6, "tenant_burst_tokens": len(PROMPT) + 1 + 5 + 1}
     async with serving(text_model, engine(text_model), **rate) as served:
         resume = inference_pb2.Resume(seed=SEED, fingerprint="f" * 64)
         resume.choices.add(index=0, token_ids=[1, 2, 3], finished=True)
