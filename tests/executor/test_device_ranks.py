@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,13 @@ SMALL = {"max_slots": 4, "context_tokens": 128, "max_step_tokens": 32}
 def two(*on: ShimDevice, made: list[LeadingDeviceExecutor] | None = None) -> Any:
     """Two ranks that capture nothing."""
     return device_ranks(*(on or (ShimDevice(), ShimDevice())), made=made, graph_sizes=())
+
+
+@pytest.fixture(autouse=True)
+def default_dtype() -> Iterator[None]:
+    """Ranks are threads here: each sets torch's default while it makes its model, and may put back the other's."""
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture(scope="module")
