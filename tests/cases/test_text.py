@@ -150,7 +150,9 @@ async def test_T3_an_id_outside_the_vocabulary_ends_that_request_alone(
         assert isinstance(broken, grpc.aio.AioRpcError) and broken.code() is grpc.StatusCode.INTERNAL
         assert reason(broken) == "BAD_TOKEN_ID"
         assert all(isinstance(other, Answer) and len(other.ids) == 20 for other in others)
-        lines = [record for record in caplog.records if record.levelno >= logging.WARNING]
+        # A collector of an earlier test may be missed aloud meanwhile.
+        told = [record for record in caplog.records if record.levelno >= logging.WARNING]
+        lines = [record for record in told if not record.name.startswith("services.common.telemetry")]
         assert len(lines) == 1 and str(bad_id) in lines[0].getMessage()
         await served.engine.wait_until(lambda engine: len(engine.aborts) == 1)
 
