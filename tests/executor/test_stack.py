@@ -104,6 +104,7 @@ def test_families_whose_layers_are_alike(tmp_path: Path, monkeypatch: pytest.Mon
     check(monkeypatch, Decodes(tiny_model(tmp_path, model_type, **settings), 7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
 def test_smaller_keys_and_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv_dtype: torch.dtype) -> None:
     """A last bit of a key can be rounded the other way, so they are equal within what that makes."""
