@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
+import os
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -52,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _run(options: argparse.Namespace) -> None:
+    os.environ.setdefault("OTEL_METRICS_EXPORTER", "none")  # metrics would go to the collector, too
     facts = report.head("bench_tracing")
     pairs = 1 if options.quick else options.pairs
     print(
