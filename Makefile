@@ -1,5 +1,5 @@
 # Triptych's tasks; `make` alone lists them. Variables: PYTHON (3.11 or newer, to make .venv with), TORCH_INDEX (package
-# index that torch is taken from), PROMPT and ARGS (of `make run`).
+# index that torch is taken from), PROMPT and ARGS (of `make run`), JOBS (processes that share the tests of `make test`).
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,6 +17,8 @@ CLIENT_PACKAGES := $(sort $(shell sed -n 's/^\# *apt-get install //p' clients/*/
 
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+
+JOBS ?= 2
 
 PROMPT ?= Why is the sky blue?
 override PROMPT := $(value PROMPT)# so that a dollar sign in a question stays one
@@ -49,7 +51,7 @@ run: model ## serve the embedded model, answer PROMPT="...", serve on until Ctrl
 	@exec $(BIN)/triptych up --prompt "$$PROMPT" $(ARGS)
 
 test: lint model compiler ## lint, and all tests but the slow ones
-	$(BIN)/pytest -m "not slow" --case-table
+	$(BIN)/pytest -m "not slow" --case-table -n $(JOBS) --dist loadfile
 
 test-slow: lint model compiler test-tools ## lint, and all tests
 	$(BIN)/pytest --case-table

@@ -14,10 +14,12 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(case_table, "ROWS", {"T1": "", "T2": "", "T3": "", "T4": "", "T5": ""})
     monkeypatch.setattr(case_table, "LATER", frozenset({"T5"}))
 
-    def run(source: str) -> pytest.RunResult:
+    def run(source: str, *arguments: str) -> pytest.RunResult:
         pytester.makepyfile(source)
         pytester.makeini("[pytest]\nmarkers = slow")
-        return pytester.runpytest_inprocess("-p", "tests.support.case_table", "--case-table", "-m", "not slow")
+        return pytester.runpytest_inprocess(
+            "-p", "tests.support.case_table", "--case-table", "-m", "not slow", *arguments
+        )
 
     return run
 
@@ -37,6 +39,15 @@ def test_every_row_is_printed_under_its_state(run):
     result = run(COMPLETE)
     result.stdout.fnmatch_lines(["passed   T1 T3 T4", "slow     T2", "later    T5"])
     assert result.ret == pytest.ExitCode.OK
+
+
+def test_processes_that_share_the_tests_print_one_table(run):
+    result = run(COMPLETE, "-n", "2", "--dist", "loadfile")
+    result.stdout.fnmatch_lines(["passed   T1 T3 T4", "slow     T2", "later    T5"])
+    assert result.ret == pytest.ExitCode.OK
+    result = run(COMPLETE.replace("test_T2", "test_other"), "-n", "2")
+    result.stdout.fnmatch_lines(["missing  T2"])
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
 
 
 def test_a_row_without_a_test_fails_the_run(run):

@@ -1,7 +1,8 @@
 """A pytest plugin that prints the case table: each row's id as passed, failed, slow, later or missing.
 
 A test belongs to row T6 when its name starts with `test_T6_`. With --case-table a served row without a test fails the
-run; without it (a run of a few files) the table is not printed.
+run; without it (a run of a few files) the table is not printed. Where processes share the tests out (pytest-xdist),
+reports reach the first one by themselves; which tests were deselected is told at each process's end.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
 
 from tests.cases.rows import LATER, ROWS
 
+_SLOW_ROWS = "case-table-slow-rows"
 _NAME = re.compile(r"test_([A-Z]\d+)_")
 
 
@@ -53,7 +56,15 @@ class CaseTable:
             by_state[self.state(row)].append(row)
         return by_state
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        for row in getattr(node, "workeroutput", {}).get(_SLOW_ROWS, ()):
+            self.outcomes[row].add("slow")
+
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if (told := getattr(session.config, "workeroutput", None)) is not None:
+            told[_SLOW_ROWS] = sorted(row for row, seen in self.outcomes.items() if "slow" in seen)
+            return
         if "missing" in self.states() and session.exitstatus in (
             pytest.ExitCode.OK,
             pytest.ExitCode.NO_TESTS_COLLECTED,
