@@ -65,6 +65,13 @@ class SchedulerConfig(InternalConfig, DialsConfig, ServiceConfig):
     )
     max_waiting_requests: int = Field(1024, ge=0, description="choices that may wait; more are refused")
     max_waiting_tokens: int = Field(4_000_000, ge=1, description="prompt tokens that may wait; more are refused")
+    max_queue_wait_s: float | None = Field(
+        None,
+        gt=0,
+        le=86400,
+        description="seconds that a request may wait before it starts; one that is expected to wait longer is refused "
+        "at once, one that has waited 15% longer then; unset: as long as it takes, or its deadline allows",
+    )
     tenant_queue_share: float = Field(
         0.75, gt=0, le=1, description="part of the queue that one tenant may fill, so that others find room"
     )

@@ -129,6 +129,7 @@ class Model:
             tenant_share=self.config.tenant_queue_share,
             prefill_reserve=self._prefill_reserve_tokens,
             max_overtakes=self.config.max_overtakes,
+            max_queue_wait_ns=None if (wait_s := self.config.max_queue_wait_s) is None else round(1e9 * wait_s),
         )
 
     @property

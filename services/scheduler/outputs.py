@@ -21,6 +21,7 @@ _STATUS = {
     FailureKind.TOO_LONG: (grpc.StatusCode.INVALID_ARGUMENT, "TOO_LONG"),
     FailureKind.QUEUE_FULL: (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
     FailureKind.TENANT_OVER_SHARE: (grpc.StatusCode.RESOURCE_EXHAUSTED, "TENANT_OVER_SHARE"),
+    FailureKind.QUEUE_WAIT: (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_WAIT"),
     FailureKind.DEADLINE: (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
     FailureKind.BAD_TOKEN_ID: (grpc.StatusCode.INTERNAL, "BAD_TOKEN_ID"),
     FailureKind.ROW_FAILED: (grpc.StatusCode.INTERNAL, "ROW_FAILED"),
@@ -89,7 +90,7 @@ def split(
 ) -> dict[int, Outputs]:
     """`updates` by the frontend that asked; `logprobs` are by place in the step's result.
 
-    `retry_after_ms` is told to those that found the queue full.
+    `retry_after_ms` is told to those that found the queue full, unless a failure has its own.
     """
     known = logprobs or {}
     shares: dict[int, Outputs] = {}
@@ -254,6 +255,8 @@ def _finished(finished: Finished) -> engine_pb2.Finished:
 
 def _failed(failure: Failure, retry_after_ms: int | None) -> engine_pb2.Failed:
     code, reason = _STATUS[failure.kind]
+    if failure.retry_after_ns is not None:
+        retry_after_ms = max(1, round(failure.retry_after_ns / 1e6))
     return engine_pb2.Failed(
         request_id=failure.key.request_id,
         code=code.value[0],

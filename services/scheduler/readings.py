@@ -8,6 +8,7 @@ from triptych.engine.v1 import engine_pb2
 
 from services.common.telemetry import names
 from services.common.telemetry.readings import Reading, Tally
+from services.scheduler.clock import now_ns
 from services.scheduler.core.counters import Counters, Histogram
 from services.scheduler.core.request import FinishReason
 from services.scheduler.core.scheduler import Scheduler
@@ -28,6 +29,7 @@ def core_readings(
             yield Reading(names.REQUESTS_RUNNING, count, {names.PHASE: phase})
     yield Reading(names.REQUESTS_WAITING, waiting_for_grammars, {names.REASON: "grammar"})
     yield Reading(names.WAITING_TOKENS, heartbeat.waiting_tokens)
+    yield Reading(names.EXPECTED_WAIT, core.expected_wait_ns(now_ns()) / 1e9)
     yield Reading(names.REQUEST_SLOTS, core.limits.max_slots)
     # The self-test is one prompt id, and so one block, while it runs.
     held = core.total_blocks - core.free_blocks - int(is_tested and core.num_running > 0)

@@ -171,6 +171,9 @@ CLIENT_TOKENS = _counter(
 REQUESTS_RUNNING = _gauge("triptych.num_requests_running", "{request}", "choices that hold KV blocks", PHASE)
 REQUESTS_WAITING = _gauge("triptych.num_requests_waiting", "{request}", "choices that wait, by what for", REASON)
 WAITING_TOKENS = _gauge("triptych.waiting_tokens", "{token}", "tokens to be computed of what waits")
+EXPECTED_WAIT = _gauge(
+    "triptych.expected_queue_wait", "s", "that a short request which comes now is expected to wait before it starts"
+)
 REQUEST_SLOTS = _gauge("triptych.max_num_seqs", "{request}", "choices that may run at once")
 KV_USAGE = _gauge("triptych.kv_cache_usage", "1", "share of the KV blocks that requests hold")
 KV_BLOCKS = _gauge("triptych.kv_cache_blocks", "{block}", "KV blocks: held, free", STATE)
@@ -238,10 +241,21 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         *(CALLS, CALLS_FAILED, ENGINE_READY, CLIENT_TOKENS),
     ),
     "scheduler": (
-        *(REQUESTS_RUNNING, REQUESTS_WAITING, WAITING_TOKENS, REQUEST_SLOTS, KV_USAGE, KV_BLOCKS, PREFIX_BLOCKS),
-        *(PREFIX_QUERIES, PREFIX_HITS, PREEMPTIONS_COUNT, PROMPT_TOKENS_COUNT, GENERATION_TOKENS, DROPPED_TOKENS),
-        *(FINISHED, FAILED, QUEUE_TIME, PREFILL_TIME, DECODE_TIME, ENGINE_TIME_TO_FIRST_TOKEN, INTER_TOKEN_LATENCY),
-        *(STEPS, STEP_TIME, EPOCHS, CAN_GENERATE, FRONTENDS, IDLE_FAULTS, GRAMMAR_REQUESTS, MASKS, MASK_TIME),
+        *(REQUESTS_RUNNING, REQUESTS_WAITING, WAITING_TOKENS, EXPECTED_WAIT, REQUEST_SLOTS, KV_USAGE, KV_BLOCKS),
+        *(PREFIX_BLOCKS, PREFIX_QUERIES, PREFIX_HITS, PREEMPTIONS_COUNT, PROMPT_TOKENS_COUNT, GENERATION_TOKENS),
+        *(DROPPED_TOKENS, FINISHED, FAILED, QUEUE_TIME, PREFILL_TIME, DECODE_TIME, ENGINE_TIME_TO_FIRST_TOKEN),
+        *(
+            INTER_TOKEN_LATENCY,
+            STEPS,
+            STEP_TIME,
+            EPOCHS,
+            CAN_GENERATE,
+            FRONTENDS,
+            IDLE_FAULTS,
+            GRAMMAR_REQUESTS,
+            MASKS,
+            MASK_TIME,
+        ),
     ),
     "executor": (
         *(EXECUTOR_STEPS, EXECUTOR_STEP_TIME, EXECUTOR_ROWS, EXECUTOR_TOKENS, EXECUTOR_FAULTS, EXECUTOR_EPOCHS),

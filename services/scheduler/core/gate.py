@@ -67,3 +67,16 @@ def queue_failure(
         )
         return Failure(key, FailureKind.TENANT_OVER_SHARE, message)
     return None
+
+
+def wait_failure(submission: Submission, limits: Limits, expected_ns: int) -> Failure | None:
+    """Of a request that would wait too long. One that goes on from elsewhere has begun for its caller, and may wait."""
+    limit_ns = limits.max_queue_wait_ns
+    if limit_ns is None or expected_ns <= limit_ns or submission.resumed or not submission.is_counted:
+        return None
+    excess_ns = expected_ns - limit_ns
+    message = (
+        f"would wait for about {expected_ns / 1e9:.1f} s before it starts, the limit is --max-queue-wait-s "
+        f"{limit_ns / 1e9:g}; try again in {excess_ns / 1e9:.1f} s"
+    )
+    return Failure(submission.key, FailureKind.QUEUE_WAIT, message, excess_ns)

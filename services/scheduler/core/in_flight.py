@@ -25,6 +25,7 @@ class Step:
 
     number: int
     budget: int
+    planned_ns: int = 0
     started: list[Start] = field(default_factory=list)
     new_blocks: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)

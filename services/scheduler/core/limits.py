@@ -27,6 +27,8 @@ class Limits:
     tenant_share: float = 1.0
     prefill_reserve: int = 0
     max_overtakes: int = 0
+    max_queue_wait_ns: int | None = None
+    """Of a request before its first step. None: as long as it takes."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "context_tokens", "block_tokens", "max_slots", "max_step_tokens", "max_in_flight"):

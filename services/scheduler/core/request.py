@@ -95,6 +95,7 @@ class FailureKind(Enum):
     TOO_LONG = "too long"
     QUEUE_FULL = "queue full"
     TENANT_OVER_SHARE = "tenant over its share"
+    QUEUE_WAIT = "queue wait"
     DEADLINE = "deadline"
     BAD_TOKEN_ID = "bad token id"
     ROW_FAILED = "row failed"
@@ -113,6 +114,8 @@ class Failure:
     key: RequestKey
     kind: FailureKind
     message: str
+    retry_after_ns: int | None = None
+    """When another try may be let in, where that is known of this one."""
 
 
 class Request:

@@ -33,6 +33,7 @@ from services.scheduler.core.kv_events import KvEvent, Stored
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.placement import Placement, fits, place
 from services.scheduler.core.quarantine import Quarantine, count_loss
+from services.scheduler.core.queue_wait import Ahead, QueueWait
 from services.scheduler.core.request import (
     DIGEST_BYTES,
     NO_SLOT,
@@ -81,6 +82,7 @@ class Scheduler:
         self._tenants = Tenants()
         self._waiting = WaitingQueue(self._tenants)
         self._deadlines = Deadlines()
+        self._queue_wait = QueueWait(limits.max_queue_wait_ns)
         self._arrivals = 0
         self._num_uncounted = 0
         self._num_masked = 0
@@ -145,7 +147,12 @@ class Scheduler:
     @property
     def next_deadline_ns(self) -> int | None:
         """When `expire` may next have something to do."""
-        return self._deadlines.next_ns
+        ahead = (self._deadlines.next_ns, self._queue_wait.next_ns)
+        return min((next_ns for next_ns in ahead if next_ns is not None), default=None)
+
+    def expected_wait_ns(self, now_ns: int) -> int:
+        """Of a request of a block's tokens and a new tenant that would come now, until it starts."""
+        return self._expected_wait_ns(1, self.limits.block_tokens, self._waiting.num_before(0, ""), now_ns)
 
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._requests
@@ -178,15 +185,20 @@ class Scheduler:
         num_tokens = len(submission.prompt_ids)
         if not submission.has_scores:
             num_tokens -= self.limits.block_tokens * len(self._pool.match(digests))
+        with_output = num_tokens + sum(len(output) for _, output in submission.resumed)
         failure = gate.queue_failure(
             submission,
             self.limits,
-            startable=self.limits.max_slots - self._slots.num_held + self._num_uncounted,
+            startable=self._num_startable,
             waiting=len(self._waiting),
             waiting_tokens=self._waiting.num_tokens,
             tenant_waiting=self._tenants.num_waiting(submission.tenant),
-            num_tokens=num_tokens + sum(len(output) for _, output in submission.resumed),
+            num_tokens=with_output,
         )
+        if failure is None and self.limits.max_queue_wait_ns is not None:
+            before = self._waiting.num_before(submission.priority, submission.tenant)
+            expected_ns = self._expected_wait_ns(submission.num_choices, with_output, before, now_ns)
+            failure = gate.wait_failure(submission, self.limits, expected_ns)
         if failure is not None:
             return failure
         account = self._tenants.open(submission.tenant, submission.num_choices)
@@ -199,9 +211,31 @@ class Scheduler:
             siblings.append(request)
             self._requests[request.key] = request
             self._waiting.append(request, len(output) + (num_tokens if len(siblings) == 1 else 1))
+            self._queue_wait.joined(request)
             if submission.deadline_ns is not None:
                 self._deadlines.add(submission.deadline_ns, request.key, len(self._requests), self.__contains__)
         return None
+
+    @property
+    def _num_startable(self) -> int:
+        """Requests that free slots are there for."""
+        return self.limits.max_slots - self._slots.num_held + self._num_uncounted
+
+    def _expected_wait_ns(self, choices: int, num_tokens: int, num_before: int, now_ns: int) -> int:
+        """Of a request of so many choices, and tokens to compute, behind `num_before` choices of the queue."""
+        queued_tokens = self._waiting.num_tokens * num_before // max(1, len(self._waiting))
+        waiting, prefilled = num_before + choices, [request.num_to_compute for request in self._running]
+        free = self._pool.num_free - len(self._running)  # see _admit_next
+        needed = (queued_tokens + num_tokens) // self.limits.block_tokens + waiting
+        ahead = Ahead(
+            choices=waiting,
+            queued_tokens=queued_tokens,
+            room=min(self._num_startable, waiting * min(max(0, free), needed) // needed),
+            prefill_tokens=sum(missing for missing in prefilled if missing > 1),
+            running=len(self._running),
+            oldest_ns=min((request.scheduled_ns for request in self._running), default=now_ns),
+        )
+        return self._queue_wait.expected_ns(ahead, now_ns)
 
     def _id_failure(self, submission: Submission) -> Failure | None:
         for key in submission.choice_keys():
@@ -224,7 +258,7 @@ class Scheduler:
             self._end(request)
 
     def expire(self, now_ns: int) -> Updates:
-        """Ends what is past its deadline, waiting or running."""
+        """Ends what is past its deadline, waiting or running, and what has waited too long for its first step."""
         updates = Updates(self._applied_step)
         for deadline_ns, key in self._deadlines.passed(now_ns):
             request = self._requests.get(key)
@@ -232,6 +266,10 @@ class Scheduler:
                 continue
             state = f"after {len(request.output)} output tokens" if request.slot != NO_SLOT else "while it waited"
             self._fail(request, FailureKind.DEADLINE, f"the deadline passed {state}", updates)
+        for request in self._queue_wait.overdue(now_ns):
+            waited_s, limit_s = (now_ns - request.queued_ns) / 1e9, (self.limits.max_queue_wait_ns or 0) / 1e9
+            message = f"waited for {waited_s:.1f} s and has not started, the limit is --max-queue-wait-s {limit_s:g}"
+            self._fail(request, FailureKind.QUEUE_WAIT, f"{message}; try again later", updates)
         return updates
 
     def fail_all(self, kind: FailureKind, message: str) -> Updates:
@@ -323,10 +361,12 @@ class Scheduler:
             self._residents.leave(request, self._applied_step)
         self._tenants.ended(request.account)
         self.counters.ended(request)
+        self._queue_wait.ended(request)
         self._num_uncounted -= not request.submission.is_counted
         self._num_masked -= request.is_masked
         if not self._requests:
             self._deadlines.clear()
+            self._queue_wait.clear()
 
     # -- plan
 
@@ -337,7 +377,7 @@ class Scheduler:
         """
         if len(self._in_flight) >= self.limits.max_in_flight:
             return None
-        step = Step(self._next_step, self.limits.max_step_tokens)
+        step = Step(self._next_step, self.limits.max_step_tokens, now_ns)
         self._slots.thaw(step.number)
         for request in self._plan_decodes(step):
             if request.num_to_compute <= step.budget or (step.budget > 0 and not step.is_cut):
@@ -496,6 +536,9 @@ class Scheduler:
         self._in_flight.popleft()
         self._applied_step = step.number
         updates = Updates(step.number)
+        prompt_tokens = sum(chunk.count for chunk in step.chunks)
+        room_tokens = self.limits.max_step_tokens - (len(step.requests) - len(step.chunks))
+        self._queue_wait.stepped(step.planned_ns, now_ns, prompt_tokens, room_tokens)
         if result.scores:
             self._take_scores(step, result, now_ns, updates)
         self._apply_rows(step, result, now_ns, updates)
@@ -644,6 +687,7 @@ class Scheduler:
             (f"{len(self._waiting)} waiting requests", len(self._waiting)),
             (f"{self._waiting.num_tokens} waiting tokens", self._waiting.num_tokens),
             (f"{len(self._deadlines)} deadlines", len(self._deadlines)),
+            (f"{len(self._queue_wait)} limits of waiting", len(self._queue_wait)),
             (f"the accounts of {len(self._tenants)} tenants", len(self._tenants)),
         ]
         if left := [*self._residents.held(), *(what for what, count in counts if count)]:

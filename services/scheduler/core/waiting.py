@@ -22,6 +22,15 @@ class _Level:
     def is_empty(self) -> bool:
         return not self.preempted and not self.by_tenant
 
+    def __len__(self) -> int:
+        return len(self.preempted) + sum(map(len, self.by_tenant.values()))
+
+    def num_before(self, tenant: str) -> int:
+        """Requests that start before another of `tenant` does, if all tenants are served alike."""
+        own = len(self.by_tenant.get(tenant, ()))
+        others = (min(len(queue), own + 1) for other, queue in self.by_tenant.items() if other != tenant)
+        return len(self.preempted) + own + sum(others)
+
     def in_order(self) -> Iterator[Request]:
         """What was preempted; each tenant's first, the least served tenant's before others'; then the rest."""
         yield from self.preempted
@@ -84,6 +93,11 @@ class WaitingQueue:
         if level.is_empty:
             del self._levels[request.rank[0]]
             self._priorities.remove(request.rank[0])
+
+    def num_before(self, priority: int, tenant: str) -> int:
+        """Requests that start before one that joins now, as far as can be said."""
+        earlier = sum(len(level) for other, level in self._levels.items() if other < priority)
+        return earlier + (self._levels[priority].num_before(tenant) if priority in self._levels else 0)
 
     def __iter__(self) -> Iterator[Request]:
         """In the order in which they are next, as things stand; valid until something joins or leaves."""
