@@ -67,7 +67,13 @@ class Rate:
 
 @asynccontextmanager
 async def engine(
-    model: str, streams: int, *, step_ms: float = 0.0, profile: Path | None = None, flags: Sequence[str] = ()
+    model: str,
+    streams: int,
+    *,
+    step_ms: float = 0.0,
+    profile: Path | None = None,
+    flags: Sequence[str] = (),
+    scheduler_flags: Sequence[str] = (),
 ) -> AsyncIterator[Running]:
     """Stub executor, scheduler and frontend, ready; the latter two are given `flags`. With `profile` they leave
     cProfile's files there.
@@ -91,6 +97,7 @@ async def engine(
         "frontend": ["services.cli.main", "frontend", *common, "--engine", addresses["scheduler"]],
     }
     commands["scheduler"] += ["--max-num-seqs", str(streams), "--max-num-batched-tokens", str(STEP_TOKENS)]
+    commands["scheduler"] += scheduler_flags
     async with AsyncExitStack() as stack:
         processes: dict[str, peer_process.PeerProcess] = {}
         for name, command in commands.items():

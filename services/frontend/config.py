@@ -68,6 +68,13 @@ class FrontendConfig(DialsConfig, ServiceConfig):
         "it needs the extra vllm-adapter",
     )
     max_message_bytes: int = Field(4 * 1024 * 1024, ge=4096, description="largest message of the public API, both ways")
+    max_calls: int = Field(
+        4096,
+        ge=1,
+        le=1_000_000,
+        description="calls of the public API that run at once in each process, health and reflection apart; more are "
+        "refused at once, with when to try again",
+    )
     max_connection_age_s: float | None = Field(
         None,
         ge=0.1,

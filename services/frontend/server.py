@@ -66,7 +66,7 @@ class Frontend:
             tells_clock_offset=self._tracer is not None,
         )
         self.grammars = GrammarCheck(self.model.folder, sorted(self.model.eos_ids), config.grammar_budget())
-        self.calls = Calls()
+        self.calls = Calls(config.max_calls)
         self._requests = RequestLog(self.model.name, is_on=config.log_requests)
         self.metrics = open_metrics(config)
         self._metrics_listener = metrics_listener

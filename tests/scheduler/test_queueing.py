@@ -75,6 +75,24 @@ async def test_G3_a_queue_of_one_and_three_streams(model: Path) -> None:
         await finished(running, waiting)
 
 
+async def test_who_would_wait_too_long_is_told_so_at_once_and_when_to_come_back(model: Path) -> None:
+    stub = StubExecutor(step_s=0.02)
+    async with bench(model, stub=stub, max_num_seqs=1, max_queue_wait_s=0.5) as b:
+        await finished(await b.frontend.submit([1], max_tokens=20))  # some 0.4 s
+        running = await b.frontend.submit([1], max_tokens=20)
+        await running.first.wait()
+        told = [await b.frontend.submit([1], max_tokens=20) for _ in range(4)]
+        await finished(*told)
+        waited, *refused = told
+        assert waited.finished and len(waited.ids) == 20
+        for one in refused:
+            assert one.code is grpc.StatusCode.RESOURCE_EXHAUSTED and not one.ids and one.failed is not None
+            assert one.failed.reason == "QUEUE_WAIT" and 0 < one.failed.retry_after_ms < 5_000
+            assert "the limit is --max-queue-wait-s 0.5; try again in" in one.failed.message
+        await finished(await b.frontend.submit([1], max_tokens=1))
+        assert b.server.engine.stats().failed["QUEUE_WAIT"] == 3
+
+
 async def test_a_tenant_over_its_share_is_told_so_and_when_to_come_back(model: Path) -> None:
     async with bench(model, stub=StubExecutor(step_s=0.01), max_num_seqs=1, max_waiting_requests=4) as b:
         running = await b.frontend.submit([1], max_tokens=30, tenant="many")

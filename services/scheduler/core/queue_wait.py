@@ -3,7 +3,8 @@
 Two things keep a request in the queue, and the longer of the two waits is expected:
 
     room     those before it need slots and blocks, which come free as running ones end. By Little's law (1961) those
-             are R / D a second: R run, and a choice has run D on average.
+             are R / D a second: R run, and a choice holds its slot for D on average, from its first step to its last
+             id, and the one step more until others may have it.
     prefill  the prompts before it are computed first, at the rate of steps that prompts filled by half or more.
 
 Both follow what was measured lately, whatever made it so: the model, the batch, the lengths of prompts and answers.
@@ -62,6 +63,7 @@ class QueueWait:
     def __init__(self, limit_ns: int | None) -> None:
         self.limit_ns = limit_ns
         self._run_ns = _Mean(_ENDS)
+        self._step_ns = _Mean(_STEPS)  # from a plan to its result
         self._token_ns = _Mean(_STEPS)
         self._waiting: deque[tuple[int, Request]] = deque()
         self._applied_ns = 0
@@ -77,6 +79,7 @@ class QueueWait:
         """The result of a step is there that had room for so many prompt tokens. It began when it was planned, or when
         the one before it was done."""
         begun_ns, self._applied_ns = max(planned_ns, self._applied_ns), now_ns
+        self._step_ns.add(now_ns - planned_ns)
         if prompt_tokens and 2 * prompt_tokens >= room_tokens:
             self._token_ns.add((now_ns - begun_ns) / prompt_tokens)
 
@@ -93,6 +96,8 @@ class QueueWait:
         run_ns = self._run_ns.value
         if run_ns is None:
             run_ns = now_ns - ahead.oldest_ns
+        else:
+            run_ns += self._step_ns.value or 0
         return math.ceil(missing * run_ns / max(1, ahead.running + ahead.room))
 
     def _for_prefill_ns(self, ahead: Ahead) -> int:
