@@ -11,9 +11,9 @@ time, that with fewer requests wins, since its steps are shorter, and then that 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.common.digests import DIGEST_BYTES
 from services.frontend.engine import Submission
 
 MAX_DIGESTS = 1 << 16
@@ -51,34 +51,28 @@ class Expectation:
         self.told(Load())
         self._blocks.clear()
 
-    def sent(self, submission: Submission, block_tokens: int) -> None:
-        """A request has gone to it."""
-        self._sent_tokens += self._missing_tokens(submission, block_tokens)
+    def sent(self, submission: Submission, digests: Sequence[bytes], block_tokens: int) -> None:
+        """A request has gone to it; `digests` are those of its prompt's blocks, of the size of this engine's."""
+        self._sent_tokens += self._missing_tokens(submission, digests, block_tokens)
         self._sent_requests += 1
-        for digest in _digests(submission):
+        for digest in digests:
             self._blocks[digest] = None
             self._blocks.move_to_end(digest)
         while len(self._blocks) > MAX_DIGESTS:
             self._blocks.popitem(last=False)
 
-    def cost(self, submission: Submission, block_tokens: int) -> tuple[float, int, int]:
+    def cost(self, submission: Submission, digests: Sequence[bytes], block_tokens: int) -> tuple[float, int, int]:
         """Seconds until its first step with the whole prompt, requests there, blocks cached; the lower goes first."""
-        tokens = self._load.waiting_tokens + self._sent_tokens + self._missing_tokens(submission, block_tokens)
+        missing_tokens = self._missing_tokens(submission, digests, block_tokens)
+        tokens = self._load.waiting_tokens + self._sent_tokens + missing_tokens
         tokens_per_s = self._load.prompt_tokens_per_s or UNKNOWN_TOKENS_PER_S
         return tokens / tokens_per_s, self._load.requests + self._sent_requests, len(self._blocks)
 
-    def _missing_tokens(self, submission: Submission, block_tokens: int) -> int:
+    def _missing_tokens(self, submission: Submission, digests: Sequence[bytes], block_tokens: int) -> int:
         found = 0
-        for digest in _digests(submission):
+        for digest in digests:
             if digest not in self._blocks:
                 break
             found += block_tokens
         received = sum(len(ids) for _, ids in submission.resumed)
         return max(1, len(submission.prompt_ids) - found) + received
-
-
-def _digests(submission: Submission) -> list[bytes]:
-    if submission.digests is None:
-        return []
-    column = submission.digests.blocks
-    return [column[start : start + DIGEST_BYTES] for start in range(0, len(column), DIGEST_BYTES)]

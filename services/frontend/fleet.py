@@ -39,6 +39,8 @@ RETURN_S = 1.0
 
 _RECOVERING = unavailable("ENGINE_RECOVERING", "the engine makes no tokens now, and no other was there in time")
 
+_SILENT = unavailable("ENGINE_SILENT", "the engine is not heard of any more, and no other was there in time")
+
 log = logging.getLogger(__name__)
 
 
@@ -60,16 +62,28 @@ class _Member:
         """It may be frozen, or cut off."""
         return self.client.is_attached and self.silent_looks * LOOK_INTERVAL_S > engine_client.HEARTBEAT_LIMIT_S
 
+    def is_silent_for(self, limit_s: float) -> bool:
+        """As `is_silent`, for so long more."""
+        return self.is_silent and self.silent_looks * LOOK_INTERVAL_S > engine_client.HEARTBEAT_LIMIT_S + limit_s
+
     def look(self) -> None:
         """Whether it was heard of since the last look."""
         heard_s = self.client.heard_s
         self.silent_looks = self.silent_looks + 1 if heard_s == self.heard_s else 0
         self.heard_s = heard_s
 
-    def cost(self, leg: Submission) -> tuple[float, int, int]:
+    def cost(self, journey: Journey, leg: Submission) -> tuple[float, int, int]:
         """See Expectation."""
-        facts = self.client.facts
-        return self.expectation.cost(leg, facts.block_tokens if facts is not None else 0)
+        return self.expectation.cost(leg, *self._digests(journey))
+
+    def sent(self, journey: Journey, leg: Submission) -> None:
+        """See Expectation."""
+        self.expectation.sent(leg, *self._digests(journey))
+
+    def _digests(self, journey: Journey) -> tuple[Sequence[bytes], int]:
+        """Of the prompt's blocks, with their size; none where this engine's have another."""
+        block_tokens = self.client.facts.block_tokens if self.client.facts is not None else 0
+        return (journey.digests if block_tokens == journey.block_tokens else ()), block_tokens
 
 
 class Fleet:
@@ -107,10 +121,11 @@ class Fleet:
 
     @property
     def facts(self) -> EngineFacts | None:
-        """Those of the fleet: the first engine's that was attached; they outlive it."""
-        serving = [member.client.facts for member in self._members if self._serves(member)]
-        told = serving or [member.client.facts for member in self._members]
-        return next((facts for facts in told if facts is not None), None)
+        """Those of the fleet, what any of its engines takes; without one that serves, the first's that is known."""
+        serving = [facts for member in self._members if self._serves(member) and (facts := member.client.facts)]
+        if not serving:
+            return next((facts for member in self._members if (facts := member.client.facts) is not None), None)
+        return _together(serving)
 
     def can_generate(self) -> bool:
         """An engine is attached, serving, and heard of lately."""
@@ -122,8 +137,10 @@ class Fleet:
         return min(client.silent_s() for client in serving or [member.client for member in self._members])
 
     def require(self) -> EngineFacts:
-        """The facts of an engine that takes requests. Raises UNAVAILABLE with the reason."""
-        return self._best_effort().client.require()
+        """What the engines take that serve. Raises UNAVAILABLE with the reason where none takes requests."""
+        own = self._best_effort().client.require()
+        serving = [facts for member in self._members if self._serves(member) and (facts := member.client.facts)]
+        return _together(serving) if serving else own
 
     def submit(self, submission: Submission, sink: Sink) -> Journey:
         """Hands over a request; `sink` is given what comes of it. Raises UNAVAILABLE where `require` does."""
@@ -131,7 +148,8 @@ class Fleet:
         journey = Journey(
             submission, sink, self._strand, fingerprint=facts.fingerprint, block_tokens=facts.block_tokens
         )
-        self._board(journey, self._best(journey) or self._best_effort())
+        leg = journey.next_leg()
+        self._board(journey, self._best(journey, leg) or self._best_effort(), leg)
         self._look_again()
         return journey
 
@@ -165,24 +183,26 @@ class Fleet:
             (member for member in self._members if member.client.is_attached), self._members[0]
         )
 
-    def _best(self, journey: Journey, avoid: str = "") -> _Member | None:
+    def _best(self, journey: Journey, leg: Submission, avoid: str = "") -> _Member | None:
         """The engine expected to begin with it first; None where none that serves can take it, or has just refused."""
-        leg, now_s = journey.next_leg(), time.monotonic()
+        now_s = time.monotonic()
         refused = {target for target, at_s in journey.refused_s.items() if now_s - at_s < RETURN_S}
         candidates = [
             member
             for member in self._members
             if member.client.target not in refused | {avoid} and _can_take(member, journey, leg)
         ]
-        return min(candidates, key=lambda member: member.cost(leg), default=None)
+        if len(candidates) < 2:
+            return next(iter(candidates), None)
+        return min(candidates, key=lambda member: member.cost(journey, leg))
 
-    def _board(self, journey: Journey, member: _Member) -> None:
-        leg = journey.next_leg()
+    def _board(self, journey: Journey, member: _Member, leg: Submission) -> None:
         facts = member.client.require()
         if leg.digests is not None and facts.block_tokens != journey.block_tokens:
             leg = replace(leg, digests=None)  # they are of blocks of another size
         member.journeys.add(journey)
-        member.expectation.sent(leg, facts.block_tokens)
+        if len(self._members) > 1:
+            member.sent(journey, leg)
         if leg.is_traced and CLOCK_OFFSET in facts.features:
             leg = replace(leg, clock_offset_ns=member.client.clock_offset.ns)
         request = member.client.submit(leg, journey)
@@ -191,8 +211,8 @@ class Fleet:
     # -- requests that move
 
     def _strand(self, journey: Journey, error: RequestError) -> None:
-        if not journey.was_taken and self._best(journey) is None:
-            journey.end(error)  # it was refused at the door, and there is no other door
+        if not journey.was_taken and self._best(journey, journey.next_leg()) is None:
+            journey.turn_away(error)  # it was refused at every door
             return
         self._stranded[journey] = error
         self._look()
@@ -207,6 +227,7 @@ class Fleet:
         try:
             self._agree()
             self._evacuate()
+            self._give_up_silent()
             for journey, error in list(self._stranded.items()):
                 self._go_on(journey, error)
         finally:
@@ -250,7 +271,19 @@ class Fleet:
         may be what executors die of, and a scheduler finds that out that has it more than once."""
         if journey.was_evacuated and not member.is_silent:
             return False
-        return self._best(journey, avoid=member.client.target) is not None
+        return self._best(journey, journey.next_leg(), avoid=member.client.target) is not None
+
+    def _give_up_silent(self) -> None:
+        """Ends what no other engine could take from one that has been silent for as long as a lost one is waited for.
+        Its stream stands, so nothing else would end it."""
+        for member in self._members:
+            if member.journeys and member.is_silent_for(self._failover_s):
+                log.warning(
+                    "the engine at %s stays silent; %d requests end", member.client.target, len(member.journeys)
+                )
+                for journey in list(member.journeys):
+                    journey.end(_SILENT)
+                    journey.close()
 
     def _go_on(self, journey: Journey, error: RequestError) -> None:
         if journey.is_closed:
@@ -267,9 +300,9 @@ class Fleet:
         elif adrift_s >= self._failover_s and journey.refused_s:
             del self._stranded[journey]
             journey.end(error)
-        elif (member := self._best(journey)) is not None:
+        elif (member := self._best(journey, leg := journey.next_leg())) is not None:
             del self._stranded[journey]
-            self._board(journey, member)
+            self._board(journey, member, leg)
         elif adrift_s >= self._failover_s:
             del self._stranded[journey]
             journey.end(error)
@@ -291,6 +324,20 @@ class Fleet:
                 member.look()
             self._look()
             self._arm()
+
+
+def _together(facts: Sequence[EngineFacts]) -> EngineFacts:
+    """The first's, with what any of them takes; which of them can take a request as a whole is looked at then."""
+    first, *more = facts
+    if not more:
+        return first
+    return replace(
+        first,
+        context_tokens=max(one.context_tokens for one in facts),
+        max_choices=max(one.max_choices for one in facts),
+        max_logprobs=max(one.max_logprobs for one in facts),
+        features=first.features.union(*(one.features for one in more)),
+    )
 
 
 def _can_take(member: _Member, journey: Journey, leg: Submission) -> bool:

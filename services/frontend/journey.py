@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Protocol
 
 import grpc
 
+from services.common.digests import DIGEST_BYTES
 from services.common.errors import RequestError
 from services.common.telemetry.clock import ClockOffset
 from services.frontend.engine import EngineFinish, Outputs, Scores, Submission
@@ -25,7 +28,7 @@ LOST = "ENGINE_LOST"
 """Reason of the end of a request whose engine has gone, in contrast to one that it refused."""
 
 _MOVING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
-"""How an engine ends what another may take: it is lost or drains; or, for what has begun, its queue is full."""
+"""How an engine ends what another may take: it is lost or drains, or its queue is full or too slow."""
 
 
 class Engine(Protocol):
@@ -63,6 +66,7 @@ class Journey:
         """Since when it looks for an engine with nothing new between; None: it does not."""
         self.was_evacuated = False
         """It has left an engine that made no tokens, and nothing new has come since."""
+        self._refusal: RequestError | None = None  # of those for want of room, the one that gives hope soonest
         self._boarded_s = 0.0
         self._losses = 0  # engines that had gone with it since something new came
         self._submission = submission
@@ -95,6 +99,12 @@ class Journey:
         """Until the caller's deadline; None without one."""
         timeout_ms = self._submission.timeout_ms
         return None if timeout_ms is None else timeout_ms / 1000 - (time.monotonic() - self._began_s)
+
+    @cached_property
+    def digests(self) -> tuple[bytes, ...]:
+        """Of the full blocks of its prompt, in order, in blocks of `block_tokens`."""
+        column = b"" if self._submission.digests is None else self._submission.digests.blocks
+        return tuple(column[start : start + DIGEST_BYTES] for start in range(0, len(column), DIGEST_BYTES))
 
     def next_leg(self) -> Submission:
         """What is left of it, as the next engine is asked for it."""
@@ -165,16 +175,21 @@ class Journey:
         """See Sink; the sink hears of it only where no other engine can help."""
         if self.is_closed:
             return
-        moving = _MOVING if self.was_taken else _MOVING[:1]
         is_lost = error.reason == LOST
         self._losses += is_lost
-        if error.code in moving and self._losses <= MAX_LOSSES:
+        if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            self._refusal = min(filter(None, (self._refusal, error)), key=_retry_s)
+        if error.code in _MOVING and self._losses <= MAX_LOSSES:
             self.leave(was_taken=is_lost)
             if not is_lost:
                 self.refused_s[self.last_engine] = time.monotonic()
             self._strand(self, error)
         else:
             self.end(error)
+
+    def turn_away(self, error: RequestError) -> None:
+        """No engine takes it: ends it with the refusal after which another try has hope soonest, else with `error`."""
+        self.end(self._refusal or error)
 
     def end(self, error: RequestError) -> None:
         """It has ended, all its choices with it."""
@@ -215,3 +230,7 @@ class Journey:
                 new.append(scores.since(self._next_score))
                 self._next_score = scores.stop
         return tuple(new)
+
+
+def _retry_s(error: RequestError) -> float:
+    return math.inf if error.retry_after_s is None else error.retry_after_s

@@ -195,6 +195,30 @@ async def test_what_is_refused_where_there_is_no_other_engine_is_refused_at_once
         assert len(engine.submits) == 1
 
 
+async def test_what_one_engine_refuses_for_want_of_room_goes_to_another() -> None:
+    full = engine_pb2.Failed(code=8, reason="QUEUE_WAIT", message="too long", retry_after_ms=500)
+    async with pair(StubEngine(faults=Faults(failed=full)), StubEngine()) as (first, second, fleet):
+        fleet._members[1].expectation.told(Load(waiting_tokens=10**9))  # so that the first is chosen
+        journey, box = ask(fleet, submission(8, 9))
+        await done(journey, box)
+        assert box.error is None and len(first.submits) == len(second.submits) == 1
+
+
+async def test_what_all_refuse_is_told_when_the_first_of_them_may_take_it() -> None:
+    def engine(retry_after_ms: int) -> StubEngine:
+        told = engine_pb2.Failed(code=8, reason="QUEUE_WAIT", message="too long", retry_after_ms=retry_after_ms)
+        return StubEngine(faults=Faults(failed=told))
+
+    engines = [engine(retry_after_ms) for retry_after_ms in (900, 300, 600)]
+    async with engines[0], engines[1], engines[2], fleet_of(*engines) as fleet:
+        for _ in range(3):
+            journey, box = ask(fleet, submission(8, 9))
+            error = await box.until_error()
+            journey.close()
+            assert error.reason == "QUEUE_WAIT" and error.retry_after_s == 0.3
+        assert [len(engine.submits) for engine in engines] == [3, 3, 3], "each is asked once"
+
+
 async def test_a_request_that_had_begun_waits_out_a_full_queue() -> None:
     full = engine_pb2.Failed(code=8, reason="QUEUE_FULL", message="full")
     async with pair(StubEngine(step_s=STEP_S), StubEngine(faults=Faults(failed=full), step_s=STEP_S)) as (
@@ -243,6 +267,36 @@ async def test_a_silent_engine_is_left_for_one_that_speaks_and_what_it_says_late
         await done(journey, box)
         assert box.outputs[0].token_ids == expected(other, (8, 9), LONG)
         await until(lambda: there.num_running == 0)  # aborted there
+
+
+async def test_an_only_engine_that_stays_silent_is_given_up_as_a_lost_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.frontend.engine_client.HEARTBEAT_LIMIT_S", 0.5)
+    monkeypatch.setattr("services.frontend.fleet.LOOK_INTERVAL_S", 0.1)
+    async with StubEngine(step_s=STEP_S, heartbeat_s=0.1) as engine, fleet_of(engine, failover_s=1.0) as fleet:
+        journey, box = ask(fleet, submission(8, 9, max_tokens=LONG))
+        await box.until_ids()
+        engine.pause()
+        await asyncio.sleep(0.9)
+        assert box.error is None, "it may speak again, and the request is whole then"
+        error = await box.until_error()
+        assert error.code is grpc.StatusCode.UNAVAILABLE and error.reason == "ENGINE_SILENT"
+        assert error.retry_after_s is not None
+        journey.close()
+        engine.resume()
+        await until(lambda: engine.num_running == 0)  # aborted there
+
+
+async def test_an_only_engine_that_was_silent_for_a_while_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.frontend.engine_client.HEARTBEAT_LIMIT_S", 0.3)
+    monkeypatch.setattr("services.frontend.fleet.LOOK_INTERVAL_S", 0.1)
+    async with StubEngine(step_s=STEP_S, heartbeat_s=0.1) as engine, fleet_of(engine) as fleet:
+        journey, box = ask(fleet, submission(8, 9, max_tokens=LONG))
+        await box.until_ids()
+        engine.pause()
+        await until(lambda: fleet._members[0].is_silent)
+        engine.resume()
+        await done(journey, box)
+        assert box.outputs[0].token_ids == expected(engine, (8, 9), LONG) and len(engine.submits) == 1
 
 
 async def test_requests_leave_an_engine_that_recovers_and_stay_with_one_that_drains() -> None:
@@ -336,6 +390,19 @@ async def test_an_engine_is_left_only_where_another_can_take_the_request() -> No
         assert not second.submits and len(first.submits) == 1
 
 
+async def test_what_any_engine_takes_is_taken_and_goes_there() -> None:
+    small = StubEngine(context_tokens=64, max_choices=1, features=("resume",))
+    async with pair(small, StubEngine(context_tokens=512, max_choices=4)) as (first, second, fleet):
+        for facts in (fleet.require(), fleet.facts):
+            assert facts is not None
+            assert (facts.context_tokens, facts.max_choices) == (512, 4) and "grammar" in facts.features
+        journey, box = ask(fleet, submission(8, 9, max_tokens=100))
+        await done(journey, box)
+        assert (len(first.submits), len(second.submits)) == (0, 1)
+        await second.stop()
+        await until(lambda: fleet.require().context_tokens == 64)
+
+
 async def test_a_grammar_goes_to_an_engine_that_serves_grammars() -> None:
     async with pair(StubEngine(features=("resume",)), StubEngine()) as (first, second, fleet):
         for n in range(6):
@@ -405,45 +472,51 @@ def prompt_of(num_blocks: int, first: int = 0) -> Submission:
     return replace(submission(*ids), digests=digests)
 
 
+def blocks(wanted: Submission) -> tuple[list[bytes], int]:
+    assert wanted.digests is not None
+    column = wanted.digests.blocks
+    return [column[start : start + 32] for start in range(0, len(column), 32)], 16
+
+
 def test_the_engine_with_the_shorter_wait_is_expected_to_begin_first() -> None:
     quick, slow = Expectation(), Expectation()
     quick.told(Load(requests=9, waiting_tokens=5_000, prompt_tokens_per_s=10_000))
     slow.told(Load(requests=1, waiting_tokens=2_000, prompt_tokens_per_s=1_000))
     wanted = prompt_of(2)
-    assert quick.cost(wanted, 16)[0] == pytest.approx((5_000 + 32) / 10_000)
-    assert quick.cost(wanted, 16) < slow.cost(wanted, 16)
+    assert quick.cost(wanted, *blocks(wanted))[0] == pytest.approx((5_000 + 32) / 10_000)
+    assert quick.cost(wanted, *blocks(wanted)) < slow.cost(wanted, *blocks(wanted))
 
 
 def test_what_was_sent_counts_until_the_engine_has_told_of_it() -> None:
     expectation = Expectation()
     expectation.told(Load(prompt_tokens_per_s=100))
-    expectation.sent(prompt_of(4), 16)
-    assert expectation.cost(prompt_of(1, first=1000), 16) == ((64 + 16) / 100, 1, 4)
+    expectation.sent(prompt_of(4), *blocks(prompt_of(4)))
+    assert expectation.cost(prompt_of(1, first=1000), *blocks(prompt_of(1, first=1000))) == ((64 + 16) / 100, 1, 4)
     expectation.told(Load(requests=1, prompt_tokens_per_s=100))
-    assert expectation.cost(prompt_of(1, first=1000), 16) == (16 / 100, 1, 4)
+    assert expectation.cost(prompt_of(1, first=1000), *blocks(prompt_of(1, first=1000))) == (16 / 100, 1, 4)
 
 
 def test_a_prompt_goes_where_its_beginning_is_cached_unless_the_wait_is_longer() -> None:
     warm, cold = Expectation(), Expectation()
-    warm.sent(prompt_of(8), 16)
+    warm.sent(prompt_of(8), *blocks(prompt_of(8)))
     for expectation in (warm, cold):
         expectation.told(Load(prompt_tokens_per_s=100))
     longer = prompt_of(10)
-    assert warm.cost(longer, 16)[0] == pytest.approx(32 / 100)  # 8 of its 10 blocks are there
-    assert cold.cost(longer, 16)[0] == pytest.approx(160 / 100)
+    assert warm.cost(longer, *blocks(longer))[0] == pytest.approx(32 / 100)  # 8 of its 10 blocks are there
+    assert cold.cost(longer, *blocks(longer))[0] == pytest.approx(160 / 100)
     warm.told(Load(waiting_tokens=129, prompt_tokens_per_s=100))
-    assert warm.cost(longer, 16) > cold.cost(longer, 16)
+    assert warm.cost(longer, *blocks(longer)) > cold.cost(longer, *blocks(longer))
     warm.forget()
-    assert warm.cost(longer, 16)[0] == pytest.approx(160 / 1000)
+    assert warm.cost(longer, *blocks(longer))[0] == pytest.approx(160 / 1000)
 
 
 def test_no_more_blocks_are_remembered_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.frontend.engine_choice.MAX_DIGESTS", 8)
     expectation = Expectation()
-    expectation.sent(prompt_of(6), 16)
-    expectation.sent(prompt_of(6, first=5000), 16)
+    expectation.sent(prompt_of(6), *blocks(prompt_of(6)))
+    expectation.sent(prompt_of(6, first=5000), *blocks(prompt_of(6, first=5000)))
     assert len(expectation._blocks) == 8
-    assert expectation._missing_tokens(prompt_of(6, first=5000), 16) == 1
+    assert expectation._missing_tokens(prompt_of(6, first=5000), *blocks(prompt_of(6, first=5000))) == 1
 
 
 async def test_requests_spread_over_equal_engines_and_prompts_in_common_meet() -> None:
