@@ -36,8 +36,11 @@ from services.scheduler.plan_codec import encode_plan
 log = logging.getLogger(__name__)
 
 FORMAT = "triptych core recording 1"
-MAX_PENDING_LINES = 100_000
-"""Lines that wait for the disk; past it recording ends, rather than the memory or the step loop's time."""
+MAX_PENDING_BYTES = 256 * 1024 * 1024
+"""Of what waits for the disk; past it recording ends, rather than the memory or the step loop's time."""
+
+_LINE_BYTES, _ITEM_BYTES = 1024, 32
+"""What a line takes in memory, about, and an item of a list in it."""
 
 
 class RecordedScheduler(Scheduler):
@@ -136,7 +139,9 @@ class Journal:
             raise StartError(f"--record cannot write {path}: {error.strerror}") from error
         self._path = path
         self._file = os.fdopen(descriptor, "w", encoding="utf-8")
-        self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._lines: queue.Queue[tuple[dict[str, Any], int] | None] = queue.Queue()
+        self._put_bytes = 0  # written by one thread each
+        self._taken_bytes = 0
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
@@ -145,10 +150,12 @@ class Journal:
         """Returns at once."""
         if self._ended:
             return
-        if self._lines.qsize() >= MAX_PENDING_LINES:
-            self._end(f"{MAX_PENDING_LINES} lines wait for the disk")
+        size_bytes = _memory_bytes(line)
+        if self._put_bytes + size_bytes - self._taken_bytes > MAX_PENDING_BYTES:
+            self._end(f"more than {MAX_PENDING_BYTES} bytes wait for the disk")
             return
-        self._lines.put(line)
+        self._put_bytes += size_bytes
+        self._lines.put((line, size_bytes))
 
     def close(self) -> None:
         """Writes what waits, and closes the file."""
@@ -158,7 +165,9 @@ class Journal:
 
     def _run(self) -> None:
         with self._file as file:
-            while (line := self._lines.get()) is not None:
+            while (taken := self._lines.get()) is not None:
+                line, size_bytes = taken
+                self._taken_bytes += size_bytes
                 try:
                     file.write(json.dumps(line, separators=(",", ":")) + "\n")
                     if self._lines.empty():
@@ -170,6 +179,15 @@ class Journal:
     def _end(self, reason: str) -> None:
         self._ended = True
         log.error("recording to %s ends: %s", self._path, reason)
+
+
+def _memory_bytes(value: Any) -> int:
+    """Of a line, roughly; lists of numbers are long, and looked at as a whole."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, (list, tuple)):
+        return _ITEM_BYTES * len(value)
+    return _LINE_BYTES + sum(map(_memory_bytes, value.values())) if isinstance(value, dict) else 0
 
 
 def submission_to_json(submission: Submission) -> dict[str, Any]:

@@ -209,14 +209,25 @@ def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path)
 def test_a_disk_that_is_too_slow_ends_the_recording_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(recording, "MAX_PENDING_LINES", 0)
+    monkeypatch.setattr(recording, "MAX_PENDING_BYTES", 1000)
     journal = Journal(tmp_path / "core.jsonl")
     for _ in range(3):
         journal.write({"call": "plan"})
     journal.close()
     assert [record.message for record in caplog.records] == [
-        f"recording to {tmp_path / 'core.jsonl'} ends: 0 lines wait for the disk"
+        f"recording to {tmp_path / 'core.jsonl'} ends: more than 1000 bytes wait for the disk"
     ]
+
+
+def test_long_lines_count_for_what_they_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "MAX_PENDING_BYTES", 100_000)
+    journal = Journal(tmp_path / "core.jsonl")
+    monkeypatch.setattr(journal._lines, "get", lambda: None)  # from now on nothing is taken
+    for _ in range(20):
+        journal.write({"call": "abort", "key": [1, 2]})
+    assert not journal._ended
+    journal.write({"call": "apply", "result": {"token_ids": [1] * 4000}})
+    assert journal._ended
 
 
 async def test_a_scheduler_records_what_its_frontends_ask(model: Path, tmp_path: Path) -> None:
