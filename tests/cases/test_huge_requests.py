@@ -281,7 +281,8 @@ def test_S8_no_id_of_a_prompt_too_long_to_be_scored_is_read() -> None:
 
 async def test_S8_every_limit_is_told_under_its_configuration_key(served: Served) -> None:
     limits = (await served.stub.GetModel(inference_pb2.GetModelRequest())).model.limits
-    keys = {key for key in FrontendConfig.model_fields if key.startswith("max_") and "connection" not in key}
+    of_the_process = {"max_calls", "max_connection_age_s", "max_connection_age_grace_s"}
+    keys = {key for key in FrontendConfig.model_fields if key.startswith("max_")} - of_the_process
     assert set(limits) == keys
     assert (limits["max_prompt_bytes"], limits["max_messages"], limits["max_detokenize_ids"]) == (100, 3, 5)
     assert (limits["max_choices"], limits["max_logprobs"]) == (16, 20)
