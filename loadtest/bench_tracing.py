@@ -27,10 +27,14 @@ TOKENS = 128
 STEP_MS = 20.0
 """So long that all streams keep step: how many steps they share would else be chance, and cost more than tracing."""
 
-BURSTS = 3
+BURSTS = 1
 WARMUP_TOKENS = 16
-SETTLE_S = 1.0
-PAIRS = 12
+SETTLE_S = 1.5
+"""After which the spans of a burst have left: they wait a second for others."""
+
+PAIRS = 32
+"""Short turns, many pairs: what the machine does besides, for seconds or minutes, then meets both."""
+
 SERVICES = ("frontend", "scheduler")
 
 
