@@ -56,15 +56,17 @@ class GenerationTimes(CallTimes):
     def timing(self, send: Send) -> Send:
         """`send`, whose first tokens are noted."""
 
-        async def timed(deltas: list[tuple[int, Delta]]) -> None:
+        def timed(deltas: list[tuple[int, Delta]]) -> Awaitable[None]:  # no coroutine of its own: one a token
             self._told(deltas)
-            await send(deltas)
+            return send(deltas)
 
         return timed
 
     def _told(self, deltas: Iterable[tuple[int, Delta]]) -> None:
         """These are on their way to the client."""
-        count = sum(len(delta.token_ids) for _, delta in deltas)
+        count = 0
+        for _, delta in deltas:
+            count += len(delta.token_ids)
         if not count:
             return
         self._last_s = time.monotonic()
