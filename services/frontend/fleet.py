@@ -183,8 +183,8 @@ class Fleet:
             leg = replace(leg, digests=None)  # they are of blocks of another size
         member.journeys.add(journey)
         member.expectation.sent(leg, facts.block_tokens)
-        if leg.is_traced and CLOCK_OFFSET in facts.features and (ahead_ns := member.client.clock_offset.ns):
-            leg = replace(leg, clock_offset_ns=ahead_ns)
+        if leg.is_traced and CLOCK_OFFSET in facts.features:
+            leg = replace(leg, clock_offset_ns=member.client.clock_offset.ns)
         request = member.client.submit(leg, journey)
         journey.board(member.client, request, lambda: member.journeys.discard(journey))
 
