@@ -27,10 +27,14 @@ TOKENS = 128
 STEP_MS = 20.0
 """So long that all streams keep step: how many steps they share would else be chance, and cost more than tracing."""
 
-BURSTS = 3
+BURSTS = 2
 WARMUP_TOKENS = 16
-SETTLE_S = 1.0
-PAIRS = 12
+SETTLE_S = 1.5
+"""After which the spans of a burst have left: they wait a second for others."""
+
+PAIRS = 16
+"""Of short turns: what the machine does besides, for seconds or minutes, then meets both sides."""
+
 SERVICES = ("frontend", "scheduler")
 
 
@@ -67,7 +71,8 @@ async def _run(options: argparse.Namespace) -> None:
 
 
 async def measure(options: argparse.Namespace, pairs: int) -> Found:
-    """All pairs; who goes first changes, so that a trend is not one side's alone."""
+    """All pairs. In each the sides take turns, burst by burst, and who goes first changes: off, on, on, off. So a trend
+    is not one side's alone, nor are the caches that a side finds cold after the other's turn."""
     found = Found()
     streams = options.streams
     async with (
@@ -78,21 +83,29 @@ async def measure(options: argparse.Namespace, pairs: int) -> Found:
         for running in (off, on):
             await pipeline.measure(running, streams=streams, tokens=WARMUP_TOKENS)
         for number in range(pairs):
-            sides = [(off, found.off), (on, found.on)]
-            for running, turns in sides if number % 2 == 0 else reversed(sides):
-                turns.append(await _turn(running, options))
+            spent: dict[str, list[dict[str, float]]] = {"off": [], "on": []}
+            for turn in range(options.bursts):
+                sides = [("off", off), ("on", on)]
+                for side, running in sides if (number + turn) % 2 == 0 else reversed(sides):
+                    spent[side].append(await _burst(running, options))
+            found.off.append(_mean(spent["off"]))
+            found.on.append(_mean(spent["on"]))
             print(f"loadtest.bench_tracing: {found.costs_pct()[-1]:+.1f}%", file=sys.stderr, flush=True)
     return found
 
 
-async def _turn(running: Running, options: argparse.Namespace) -> dict[str, float]:
-    """CPU seconds a request, by service, of some bursts."""
+async def _burst(running: Running, options: argparse.Namespace) -> dict[str, float]:
+    """CPU seconds a request, by service."""
     begun = {name: pipeline.cpu_seconds(running.pids[name]) for name in SERVICES}
-    for _ in range(options.bursts):
-        await pipeline.measure(running, streams=options.streams, tokens=options.tokens)
+    await pipeline.measure(running, streams=options.streams, tokens=options.tokens)
     await asyncio.sleep(SETTLE_S)  # the last spans are on their way
-    requests = options.bursts * options.streams
-    return {name: (pipeline.cpu_seconds(running.pids[name]) - since_s) / requests for name, since_s in begun.items()}
+    return {
+        name: (pipeline.cpu_seconds(running.pids[name]) - since_s) / options.streams for name, since_s in begun.items()
+    }
+
+
+def _mean(turns: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: mean(turn[name] for turn in turns) for name in SERVICES}
 
 
 @asynccontextmanager
@@ -148,7 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--pairs", type=int, default=PAIRS, help="without --quick (%(default)s)")
     add("--model", default=EMBEDDED_MODEL, help="checkpoint folder, or the name of a fetched model (%(default)s)")
     add("--streams", type=int, default=STREAMS, help="at once (%(default)s)")
-    add("--bursts", type=int, default=BURSTS, help="of streams in one turn (%(default)s)")
+    add("--bursts", type=int, default=BURSTS, help="of each side in a pair (%(default)s)")
     add("--step-ms", type=float, default=STEP_MS, help="time that a step of the stub executor takes (%(default)g)")
     add("--tokens", type=int, default=TOKENS, help="of a stream, one message each (%(default)s)")
     return parser

@@ -130,8 +130,7 @@ async def _begin(plan: Plan, processes: Processes, startup: Startup) -> None:
 async def _start_gateway(plan: Plan, processes: Processes) -> str:
     """Its URL, once it serves. Not started sooner: a free port is one only while nobody else takes it."""
     listen = plan.gateway or gateway.free_address("127.0.0.1:0", "--gateway")
-    collector = plan.configs["frontend"].otlp_endpoint
-    await processes.start(up_plan.gateway_command(listen, plan.addresses["frontend"], collector))
+    await processes.start(up_plan.gateway_command(listen, plan.addresses["frontend"], plan.collector))
     await gateway.wait_ready(listen, plan.served_name)
     return f"http://{listen}"
 

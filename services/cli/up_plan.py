@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,8 @@ GATEWAY_STOP_S = 10.0
 
 STOP_MARGIN_S = 5.0
 """Over a service's own drain time, before it is killed."""
+
+log = logging.getLogger(__name__)
 
 _PEERS = {"frontend": ("engine", "scheduler"), "scheduler": ("executor", "executor")}
 
@@ -45,6 +48,8 @@ class Plan:
     """The process that this one must not outlive; None: none."""
     gateway: str | None = None
     """HOST:PORT that HTTP is to be served on, "" for a free port; None: no gateway."""
+    collector: str | None = None
+    """The URL that the gateway's spans go to; None: it makes none."""
     served_name: str = ""
     """What requests call the model; known once its folder is."""
 
@@ -78,7 +83,10 @@ def read(argv: Sequence[str]) -> Plan:
         name: Command(name, tuple(flags[name]), resolved[name].config.drain_s + STOP_MARGIN_S) for name in SERVICES
     }
     listen = _gateway(options.gateway, resolved["frontend"].config)
-    return Plan(configs, commands, addresses, probes, options.prompt, options.ready_json, options.parent, listen)
+    collector = None if listen is None else _collector(resolved["frontend"].config, os.environ)
+    return Plan(
+        configs, commands, addresses, probes, options.prompt, options.ready_json, options.parent, listen, collector
+    )
 
 
 def _gateway(asked: str | None, frontend: ServiceConfig) -> str | None:
@@ -88,9 +96,32 @@ def _gateway(asked: str | None, frontend: ServiceConfig) -> str | None:
     if not frontend.model_dump()["vllm_adapter"]:
         raise StartError("--gateway needs the frontend's vllm_adapter; leave out --frontend.no-vllm-adapter")
     gateway.executable("--gateway")
-    if frontend.otlp_endpoint is not None:
-        gateway.trace_arguments(frontend.otlp_endpoint)  # told now, not after the weights are loaded
     return asked and gateway.free_address(asked, "--gateway")
+
+
+def _collector(frontend: ServiceConfig, environ: Mapping[str, str]) -> str | None:
+    """Where the gateway's spans go: to that of the services', by the standard's variables too.
+
+    Raises StartError for an otlp_endpoint that SMG has no way to; one that stands in the environment, for all that runs
+    there, it goes without.
+    """
+    from services.common.telemetry import otlp
+
+    endpoint = otlp.spans_endpoint(frontend, environ)
+    if endpoint is None:
+        return None
+    endpoint = endpoint if "://" in endpoint else f"http://{endpoint}"
+    try:
+        gateway.trace_arguments(endpoint)  # told now, not after the weights are loaded
+    except StartError:
+        if frontend.otlp_endpoint is not None:
+            raise
+        log.warning(
+            "the gateway traces nothing: the environment's collector is %s, and SMG sends to http://HOST:PORT alone",
+            endpoint,
+        )
+        return None
+    return endpoint
 
 
 def gateway_command(listen: str, frontend: str, otlp_endpoint: str | None = None) -> Command:

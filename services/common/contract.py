@@ -18,6 +18,8 @@ forced ids."""
 TRACE_CONTEXT = "trace-context"
 """Feature of an engine: Submit's traceparent and tracestate; of an executor: StepPlan's traceparent and
 clock_offset_ns."""
+UNCOUNTED = "uncounted"
+"""Feature of an executor: StepPlan's uncounted_slots."""
 LOG_LEVEL = "log-level"
 """Feature of an executor: Utility.set_log_level."""
 CLOCK_OFFSET = "clock-offset"

@@ -78,6 +78,8 @@ class Plan:
     """[n] slots whose rows wait for their masks before they sample."""
     forced_ids: Int64s = field(default_factory=lambda: np.zeros((0, 2), np.int64))
     """[n, 2] (slot, id) appended, in order, before the rows compute."""
+    uncounted_slots: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
+    """[n] slots whose rows metrics leave out."""
     message: bytes = b""
     """The StepPlan that this is, as other ranks are told it."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+import numpy as np
 from triptych.executor.v1 import executor_pb2 as pb
 
 from services.common.telemetry import names
@@ -30,12 +31,15 @@ class Tallies:
         self._faults: Counter[str] = Counter()
 
     def stepped(self, plan: Plan, result: pb.StepResult) -> None:
-        """A plan has its result; one without rows computes nothing, and is no step."""
-        if not len(plan.slots):
+        """A plan has its result; one without rows that count is no step."""
+        token_counts = plan.token_counts
+        if len(plan.uncounted_slots):
+            token_counts = token_counts[np.isin(plan.slots, plan.uncounted_slots, invert=True)]
+        if not len(token_counts):
             return
         self._steps += 1
-        self._rows += len(plan.slots)
-        self._tokens += int(plan.token_counts.sum())
+        self._rows += len(token_counts)
+        self._tokens += int(token_counts.sum())
         self._wait_us += result.wait_us
         self._execute_us += result.execute_us
         self._sample_us += result.sample_us

@@ -17,6 +17,7 @@ from services.common.contract import (
     SAMPLING,
     SERVED_SAMPLING,
     TRACE_CONTEXT,
+    UNCOUNTED,
     Door,
 )
 from services.common.errors import RequestError, invalid, unserved
@@ -27,7 +28,7 @@ from services.executor.masks import CACHE_SIZE, Mask, Words, allowing
 from services.executor.plan import MAX_IN_FLIGHT, BadPlanError, Int64s, Outcome, Plan, Settings, Started
 from services.executor.sampling_params import SamplingParams
 
-FEATURES = (GRAMMAR, LOG_LEVEL, TRACE_CONTEXT)
+FEATURES = (GRAMMAR, LOG_LEVEL, TRACE_CONTEXT, UNCOUNTED)
 """Optional parts of the contract served."""
 
 _DTYPES = {
@@ -79,6 +80,7 @@ _SERVED = {
             "deadline_ms",
             "traceparent",
             "clock_offset_ns",
+            "uncounted_slots",
         }
     ),
     "triptych.executor.v1.Masks": frozenset({"step", "masks"}),
@@ -207,6 +209,7 @@ def plan(message: pb.StepPlan) -> Plan:
         copies=_pairs(group.copies, "copies", "(source, destination)"),
         masked_slots=_column(message.masked_slots, "masked_slots"),
         forced_ids=_pairs(message.forced_ids, "forced_ids", "(slot, token id)"),
+        uncounted_slots=_column(message.uncounted_slots, "uncounted_slots"),
         message=message.SerializeToString(),
     )
 

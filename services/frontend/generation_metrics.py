@@ -6,10 +6,9 @@ https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-metrics/
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import TypeAlias
-
-from triptych.inference.v1 import inference_pb2
 
 from services.common.telemetry import names
 from services.common.telemetry.call_metrics import CallMetrics, CallTimes, call_times
@@ -19,10 +18,7 @@ from services.frontend.answer import Answer
 from services.frontend.calls import Calls
 from services.frontend.fleet import Fleet
 from services.frontend.request import Delta, Job
-
-OWN = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
-ADAPTER = "vllm.grpc.engine.VllmEngine"
-"""Its messages are in a package that is not always installed."""
+from services.frontend.request_spans import ADAPTER, OWN
 
 _OPERATIONS = {
     f"{OWN}/Generate": "text_completion",
@@ -40,8 +36,8 @@ Send: TypeAlias = Callable[[list[tuple[int, Delta]]], Awaitable[None]]
 class GenerationTimes(CallTimes):
     """A call's times, and where it generates, those of its tokens. `model` is the served name."""
 
-    def __init__(self, metrics: Metrics, method: str, model: str, counts: Counts) -> None:
-        super().__init__(metrics, method)
+    def __init__(self, metrics: Metrics, method: str, failed: Counter[str], model: str, counts: Counts) -> None:
+        super().__init__(metrics, method, failed)
         self._counts = counts
         self._operation = _OPERATIONS.get(method)
         self._labels = {names.OPERATION: self._operation or "", names.REQUEST_MODEL: model}
@@ -60,15 +56,17 @@ class GenerationTimes(CallTimes):
     def timing(self, send: Send) -> Send:
         """`send`, whose first tokens are noted."""
 
-        async def timed(deltas: list[tuple[int, Delta]]) -> None:
+        def timed(deltas: list[tuple[int, Delta]]) -> Awaitable[None]:  # no coroutine of its own: one a token
             self._told(deltas)
-            await send(deltas)
+            return send(deltas)
 
         return timed
 
     def _told(self, deltas: Iterable[tuple[int, Delta]]) -> None:
         """These are on their way to the client."""
-        count = sum(len(delta.token_ids) for _, delta in deltas)
+        count = 0
+        for _, delta in deltas:
+            count += len(delta.token_ids)
         if not count:
             return
         self._last_s = time.monotonic()
@@ -82,9 +80,9 @@ class GenerationTimes(CallTimes):
         """The generation is over, however it ended."""
         self._counts.output_tokens += answer.new_tokens
 
-    def end(self, code: str) -> None:
-        """The call has ended with a gRPC status."""
-        super().end(code)
+    def measure(self, code: str) -> None:
+        """Records what is known at the end."""
+        super().measure(code)
         if self._operation is None:
             return
         error = {} if code == "OK" else {names.ERROR: code}
@@ -110,8 +108,8 @@ class FrontendMetrics:
 
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._counts = Counts()
-        self.interceptor = CallMetrics(
-            metrics, (OWN, ADAPTER), lambda metrics, method: GenerationTimes(metrics, method, model, self._counts)
+        self.calls = CallMetrics(
+            metrics, lambda metrics, method, failed: GenerationTimes(metrics, method, failed, model, self._counts)
         )
 
     def reader(self, calls: Calls, engine: Fleet) -> Callable[[], Iterator[Reading]]:
@@ -121,7 +119,7 @@ class FrontendMetrics:
             yield Reading(names.CALLS, calls.num_running)
             yield Reading(names.ENGINE_READY, engine.can_generate())
             yield Reading(names.CLIENT_TOKENS, self._counts.output_tokens)
-            for reason, count in self.interceptor.failed.items():
+            for reason, count in self.calls.failed.items():
                 yield Reading(names.CALLS_FAILED, count, {names.REASON: reason})
 
         return read

@@ -9,7 +9,7 @@ from triptych.inference.v1 import inference_pb2
 
 from services.common.grammar import JsonSchema
 from services.common.telemetry import names
-from services.common.telemetry.server_span import Kind, ServerSpan, TracingInterceptor
+from services.common.telemetry.server_span import Kind, ServerSpan, Tracing
 from services.common.telemetry.spans import Value
 from services.common.telemetry.tracing import Tracer
 from services.frontend.answer import Answer
@@ -38,9 +38,9 @@ KINDS = {
 }
 
 
-def interceptor(tracer: Tracer) -> TracingInterceptor:
+def tracing(tracer: Tracer) -> Tracing:
     """For the services that clients call."""
-    return TracingInterceptor(tracer, (OWN, ADAPTER), parent_of, KINDS)
+    return Tracing(tracer, parent_of, KINDS)
 
 
 def asked(span: ServerSpan, job: Job, request_id: str) -> None:

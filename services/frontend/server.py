@@ -15,6 +15,7 @@ from services.common.peer import Peer
 from services.common.server import Server, is_loopback
 from services.common.startup import Startup
 from services.common.telemetry import ending
+from services.common.telemetry.calls import CallInterceptor
 from services.common.telemetry.metrics import open_metrics
 from services.common.telemetry.tracing import open_tracer
 from services.frontend import request_spans, served_model, service
@@ -58,7 +59,7 @@ class Frontend:
             reasoning_format=config.reasoning_format,
         )
         self._tracer = open_tracer(config)
-        self._tracing = request_spans.interceptor(self._tracer) if self._tracer is not None else None
+        self._tracing = request_spans.tracing(self._tracer) if self._tracer is not None else None
         self.engine = Fleet(
             self._engine_peers(),
             self.model.tokenizer_hash,
@@ -95,8 +96,9 @@ class Frontend:
 
     def _interceptors(self) -> list[grpc.aio.ServerInterceptor]:
         """Tracing first: what is measured inside it has the trace as its example."""
-        measuring = None if self._measured is None else self._measured.interceptor
-        return [one for one in (self._tracing, measuring) if one is not None]
+        measuring = None if self._measured is None else self._measured.calls
+        tellers = [one for one in (self._tracing, measuring) if one is not None]
+        return [CallInterceptor((request_spans.OWN, request_spans.ADAPTER), tellers)] if tellers else []
 
     def _engine_peers(self) -> list[Peer]:
         config = self._config

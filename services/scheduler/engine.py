@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from triptych.engine.v1 import admin_pb2, engine_pb2
 
-from services.common.contract import GRAMMAR, LOG_LEVEL, TRACE_CONTEXT
+from services.common.contract import GRAMMAR, LOG_LEVEL, TRACE_CONTEXT, UNCOUNTED
 from services.common.digests import DIGEST_BYTES, chained_digest
 from services.common.errors import RequestError, StartError, invalid, unavailable, unserved
 from services.common.telemetry import names
@@ -415,7 +415,10 @@ class Engine:
         if link is not self._own_link and await link.is_driven():  # it may have taken minutes to load
             raise ExecutorLostError(f"another scheduler drives the spare executor at {link.address} now")
         run = await link.open(
-            facts.version, self._work.set, traces=self._spans is not None and TRACE_CONTEXT in facts.features
+            facts.version,
+            self._work.set,
+            traces=self._spans is not None and TRACE_CONTEXT in facts.features,
+            uncounts=UNCOUNTED in facts.features,
         )
         core.new_epoch(num_blocks, facts.max_in_flight)
         self._grammars.masking.new_epoch()

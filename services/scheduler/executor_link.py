@@ -11,7 +11,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from triptych.executor.v1 import executor_pb2, executor_pb2_grpc
 
-from services.common.contract import GRAMMAR, LOG_LEVEL, PROTOCOL_VERSION, TRACE_CONTEXT
+from services.common.contract import GRAMMAR, LOG_LEVEL, PROTOCOL_VERSION, TRACE_CONTEXT, UNCOUNTED
 from services.common.errors import StartError
 from services.common.health import GENERATE, LIVENESS
 from services.common.peer import Peer
@@ -19,7 +19,7 @@ from services.scheduler.executor_run import ExecutorLostError, ExecutorRun
 
 log = logging.getLogger(__name__)
 
-FEATURES = (GRAMMAR, LOG_LEVEL, TRACE_CONTEXT)
+FEATURES = (GRAMMAR, LOG_LEVEL, TRACE_CONTEXT, UNCOUNTED)
 """Optional parts of the executor contract that this scheduler knows."""
 
 PROGRESS_INTERVAL_S = 5.0
@@ -92,11 +92,12 @@ class ExecutorLink:
             raise self._failure("Allocate", error) from None
         log.info("the executor has %d KV blocks and is warm after %d ms", num_blocks, answer.warmup_ms)
 
-    async def open(self, version: int, on_event: Callable[[], None], *, traces: bool = False) -> ExecutorRun:
-        """A new epoch, higher than all before: milliseconds of the clock. `on_event` and `traces` as ExecutorRun has
-        them."""
+    async def open(
+        self, version: int, on_event: Callable[[], None], *, traces: bool = False, uncounts: bool = False
+    ) -> ExecutorRun:
+        """A new epoch, higher than all before: milliseconds of the clock. The others as ExecutorRun has them."""
         self._epoch = max(self._epoch + 1, time.time_ns() // 1_000_000)
-        run = ExecutorRun(self._stub.Run(), self._epoch, on_event, traces=traces)
+        run = ExecutorRun(self._stub.Run(), self._epoch, on_event, traces=traces, uncounts=uncounts)
         try:
             await run.open(version)
         except BaseException:

@@ -18,7 +18,7 @@ from triptych.executor.v1 import executor_pb2
 
 from services.common.telemetry.clock import ClockOffset, ping_interval_s
 from services.scheduler.core.step import ResultError, StepPlan, StepResult
-from services.scheduler.plan_codec import Logprob, deadline_ms, decode_result, encode_plan, fault_name
+from services.scheduler.plan_codec import Logprob, deadline_ms, decode_result, encode_plan, fault_name, uncounted_slots
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class ExecutorRun:
     """Plans down, results up, in order; several plans may be under way. Once lost it stays lost.
 
     `on_event` is called when an answer has come, and when the run is lost. With `traces` the executor is pinged now and
-    then, which tells its clock.
+    then, which tells its clock; with `uncounts` it is told which rows are nobody's.
     """
 
     def __init__(
@@ -90,9 +90,11 @@ class ExecutorRun:
         on_event: Callable[[], None],
         *,
         traces: bool = False,
+        uncounts: bool = False,
     ) -> None:
         self.epoch = epoch
         self._clock_offset = ClockOffset() if traces else None
+        self._uncounts = uncounts
         self.heard_s = time.monotonic()
         self.step_since_s: float | None = None
         """When the step that the executor is at began; None: it has none."""
@@ -157,6 +159,8 @@ class ExecutorRun:
                 message = encode_plan(plan)
                 if trace is not None:
                     message.plan.traceparent, message.plan.clock_offset_ns = trace
+                if self._uncounts and plan.started:
+                    message.plan.uncounted_slots = uncounted_slots(plan)
                 await self._write(message)
         except TimeoutError:
             raise ExecutorLostError(f"step {plan.step} could not be sent within {_limit_s(plan):g} s") from None

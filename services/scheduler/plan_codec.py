@@ -53,6 +53,11 @@ def encode_plan(plan: StepPlan) -> executor_pb2.RunRequest:
     return executor_pb2.RunRequest(plan=message)
 
 
+def uncounted_slots(plan: StepPlan) -> bytes:
+    """The column of the self-test's row. One id of a prompt and one more are the step that starts it, and no other."""
+    return column([start.slot for start in plan.started if not start.submission.is_counted])
+
+
 def _encode_start(start: Start) -> executor_pb2.NewRequest:
     submission = start.submission
     message = executor_pb2.NewRequest(

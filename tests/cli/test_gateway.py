@@ -163,5 +163,35 @@ def test_up_tells_the_collector_to_all_services_and_the_gateway() -> None:
     assert all("--otlp-endpoint" in command.arguments for command in plan.commands.values())
     told = up_plan.gateway_command("127.0.0.1:1", "127.0.0.1:2", "http://collector:4317").arguments
     assert told[-2:] == ("--otlp-endpoint", "http://collector:4317")
+    assert plan.collector == "http://collector:4317"
     with pytest.raises(StartError, match="SMG sends spans without TLS alone"):
         up_plan.read(["--port", "0", "--gateway", "--otlp-endpoint", "https://collector:4317"])
+
+
+@pytest.mark.usefixtures("smg")
+@pytest.mark.parametrize(
+    ("environ", "flags", "collector"),
+    [
+        ({}, [], None),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317"}, [], "http://c:4317"),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "c:4317"}, [], "http://c:4317"),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317"}, ["--otlp-endpoint", "http://d:1"], "http://d:1"),
+        ({"OTEL_SDK_DISABLED": "true"}, ["--otlp-endpoint", "http://d:1"], None),
+        ({"OTEL_TRACES_EXPORTER": "none"}, ["--otlp-endpoint", "http://d:1"], None),
+    ],
+)
+def test_the_gateway_of_up_traces_where_the_services_do(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], flags: list[str], collector: str | None
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert up_plan.read(["--port", "0", "--gateway", *flags]).collector == collector
+
+
+@pytest.mark.usefixtures("smg")
+def test_a_collector_of_the_environment_that_smg_cannot_reach_is_told_and_gone_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "https://c:4317")
+    assert up_plan.read(["--port", "0", "--gateway"]).collector is None
+    assert "the gateway traces nothing: the environment's collector is https://c:4317" in caplog.text

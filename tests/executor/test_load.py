@@ -178,7 +178,12 @@ async def test_a_scheduler_of_another_version_is_refused(tiny: Path, low: int, h
 
 async def test_features_that_this_executor_lacks_are_left_out_of_the_answer(tiny: Path) -> None:
     async with serve(tiny) as rig:
-        assert list((await rig.load(features=["graphs"])).features) == ["grammar", "log-level", "trace-context"]
+        assert list((await rig.load(features=["graphs"])).features) == [
+            "grammar",
+            "log-level",
+            "trace-context",
+            "uncounted",
+        ]
 
 
 async def test_a_context_longer_than_the_models_is_refused(tiny: Path) -> None:

@@ -15,7 +15,7 @@ from tests.frontend.harness import text_checkpoint
 @pytest.mark.slow
 def test_the_whole_benchmark_with_few_streams(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = text_checkpoint(tmp_path / "tiny-text")
-    small = ["--streams", "2", "--tokens", "8", "--bursts", "20", "--step-ms", "1", "--pairs", "2"]
+    small = ["--streams", "2", "--tokens", "8", "--bursts", "2", "--step-ms", "1", "--pairs", "2"]
     assert bench_tracing.main(["--model", str(model), *small]) == 0
     *shown, last = capsys.readouterr().out.splitlines()
     found = json.loads(last)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from pathlib import Path
 
+import numpy as np
 import pytest
 from triptych.engine.v1 import engine_pb2
 
@@ -58,6 +59,23 @@ async def test_it_is_counted_nowhere_while_it_is_under_way(model: Path) -> None:
         assert (beat.running_requests, beat.waiting_requests, beat.waiting_tokens) == (0, 1, 5)
         b.stub.release()
         await finished(told)
+
+
+@pytest.mark.parametrize(("features", "is_told"), [(("uncounted",), True), ((), False)])
+async def test_an_executor_that_can_leave_its_row_out_is_told_which_it_is(
+    model: Path, features: tuple[str, ...], is_told: bool
+) -> None:
+    stub = StubExecutor(step_s=0.002, features=features, max_in_flight=2)
+    async with bench(model, stub=stub, **OFTEN) as b:
+        await until(lambda: num_tests(b) == 1)
+        told = [await b.frontend.submit([5 + n] * 3, seed=3, max_tokens=4) for n in range(3)]
+        for each in told:
+            await finished(each)
+        await until(lambda: num_tests(b) >= 3)
+        plans = list(b.stub.plans)
+    own = [np.array([start.slot for start in plan.started if start.seed == 0], "<u4").tobytes() for plan in plans]
+    assert [plan.uncounted_slots for plan in plans] == (own if is_told else [b""] * len(plans))
+    assert sum(map(bool, own)) >= 3 and b"" in own
 
 
 async def test_a_request_waits_for_one_step_of_it_at_most_and_is_not_refused_because_of_it(model: Path) -> None:

@@ -12,15 +12,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from loadtest.otlp_sink import OtlpSink
 from services.common.telemetry import export
 from services.common.telemetry.context import SpanContext, new_span_id, new_trace_id
+from services.common.telemetry.encoding import Encoder
 from services.common.telemetry.export import BATCH_SPANS, CLOSE_S, Exporter
-from services.common.telemetry.spans import Event, Span
+from services.common.telemetry.spans import Span
 from tests.frontend.harness import text_checkpoint
 from tests.support.calls import by_ids, generate, greedy
 from tests.telemetry.stack import traced
@@ -28,21 +29,21 @@ from tests.telemetry.stack import traced
 SLACK_S = 1.0
 
 
-class Sink(SpanExporter):
-    """Keeps what it takes; `gate` holds it up, `result` is what it says."""
+class Sink:
+    """Keeps what it takes; `gate` holds it up, `takes` is what it says."""
 
     def __init__(self) -> None:
-        self.batches: list[Sequence[ReadableSpan]] = []
+        self.batches: list[Sequence[OtlpSpan]] = []
         self.gate = threading.Event()
         self.gate.set()
         self.entered = threading.Event()
-        self.result = SpanExportResult.SUCCESS
+        self.takes = True
 
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+    def send(self, request: ExportTraceServiceRequest) -> bool:
         self.entered.set()
         self.gate.wait()
-        self.batches.append(spans)
-        return self.result
+        self.batches.append(request.resource_spans[0].scope_spans[0].spans)
+        return self.takes
 
     def shutdown(self) -> None:
         self.gate.set()
@@ -52,8 +53,8 @@ def span(name: str = "a") -> Span:
     return Span(name, SpanContext(new_trace_id(), new_span_id()), None, 1, 2, {"key": "value"})
 
 
-def exporter(sink: SpanExporter, **arguments: int) -> Exporter:
-    return Exporter(sink, Resource({"service.name": "test"}), "1", **arguments)
+def exporter(sink: Sink, **arguments: int) -> Exporter:
+    return Exporter(sink, Encoder(Resource({"service.name": "test"}), "1"), **arguments)
 
 
 @contextmanager
@@ -109,7 +110,7 @@ def test_what_finds_the_queue_full_is_dropped_and_counted_at_once() -> None:
 
 def test_what_no_collector_took_is_dropped_counted_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
     sink = Sink()
-    sink.result = SpanExportResult.FAILURE
+    sink.takes = False
     out = exporter(sink)
     with caplog.at_level(logging.INFO):
         for _ in range(2 * BATCH_SPANS):
@@ -123,11 +124,11 @@ def test_what_no_collector_took_is_dropped_counted_and_told_once(caplog: pytest.
 
 def test_an_exporter_that_raises_costs_its_batch_alone() -> None:
     class Broken(Sink):
-        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-            if len(self.batches) == 0:
-                self.batches.append(spans)
+        def send(self, request: ExportTraceServiceRequest) -> bool:
+            taken = super().send(request)
+            if len(self.batches) == 1:
                 raise ValueError("channel closed")
-            return super().export(spans)
+            return taken
 
     sink = Broken()
     out = exporter(sink)
@@ -161,21 +162,6 @@ def test_an_idle_exporter_waits_on_nothing_but_an_event() -> None:
     time.sleep(0.5)
     assert time.process_time() - before_s[1] < 0.1
     out.close()
-
-
-def test_a_span_keeps_all_that_it_says() -> None:
-    sink = Sink()
-    out = exporter(sink)
-    context, parent = SpanContext("0" * 31 + "1", "0" * 15 + "2", "01", "a=b"), SpanContext("0" * 31 + "1", "f" * 16)
-    out.put(Span("a", context, parent, 5, 9, {"x": 1.5}, True, "BAD", (Event("e", 7),), (parent,)))
-    out.close()
-    ((found,),) = sink.batches
-    assert found.context.trace_id == 1 and found.context.trace_state["a"] == "b"
-    assert found.parent is not None and found.parent.span_id == int("f" * 16, 16) and found.parent.is_remote
-    assert (found.start_time, found.end_time, found.kind.name) == (5, 9, "SERVER")
-    assert (found.status.status_code.name, found.status.description) == ("ERROR", "BAD")
-    assert (found.events[0].name, found.events[0].timestamp) == ("e", 7)
-    assert found.links[0].context.span_id == int("f" * 16, 16) and found.attributes == {"x": 1.5}
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,9 @@ import pytest
 from services.common.errors import RequestError
 from services.common.server import Server
 from services.common.telemetry import server_span
+from services.common.telemetry.calls import CallInterceptor
 from services.common.telemetry.context import current_trace_id
-from services.common.telemetry.server_span import Kind, TracingInterceptor
+from services.common.telemetry.server_span import Kind, Tracing
 from services.common.telemetry.spans import Span
 from services.common.telemetry.tracing import Tracer
 from services.frontend.trace_context import parent_of
@@ -83,13 +84,11 @@ class Calls:
 
 
 @asynccontextmanager
-async def serving(
-    kept: Kept, ratio: float = 1.0
-) -> AsyncIterator[tuple[grpc.aio.Channel, Calls, TracingInterceptor, Server]]:
+async def serving(kept: Kept, ratio: float = 1.0) -> AsyncIterator[tuple[grpc.aio.Channel, Calls, Tracing, Server]]:
     tracer = Tracer(kept, ratio)  # type: ignore[arg-type]
     kinds = {f"{SERVICE}/unary": Kind("tokenize", {"told": True})}
-    tracing = TracingInterceptor(tracer, [SERVICE], parent_of, kinds)
-    server = Server("127.0.0.1", 0, interceptors=[tracing])
+    tracing = Tracing(tracer, parent_of, kinds)
+    server = Server("127.0.0.1", 0, interceptors=[CallInterceptor([SERVICE], [tracing])])
     calls = Calls()
     server.grpc.add_generic_rpc_handlers((calls.handlers(),))
     await server.start([])

@@ -38,7 +38,7 @@ class SpanContext(NamedTuple):
 
     def child(self) -> SpanContext:
         """Of a new span in the same trace."""
-        return self._replace(span_id=new_span_id())
+        return SpanContext(self.trace_id, new_span_id(), self.flags, self.tracestate)
 
 
 def read_parent(header: object, tracestate: str = "") -> SpanContext | None:

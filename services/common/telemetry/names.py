@@ -219,7 +219,9 @@ MASK_TIME = _counter("triptych.mask_time", "s", "what building them took, off th
 
 # The executor's: the device.
 EXECUTOR_STEPS = _counter(
-    "triptych.executor.steps", "{step}", "steps with rows that were computed, self-tests of an idle scheduler included"
+    "triptych.executor.steps",
+    "{step}",
+    "steps with rows that were computed, without a scheduler's self-tests",
 )
 EXECUTOR_STEP_TIME = _counter(
     "triptych.executor.step_time", "s", "time of steps: wait (behind the one before), execute, sample", PART

@@ -6,14 +6,11 @@ https://opentelemetry.io/docs/specs/semconv/rpc/grpc/
 from __future__ import annotations
 
 import asyncio
-import inspect
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, NamedTuple
-
-import grpc
 
 from services.common.telemetry import names
 from services.common.telemetry.context import CURRENT, SpanContext
@@ -42,8 +39,15 @@ class ServerSpan:
     """`end` counts once. Parts follow one another: `begin` ends the one before."""
 
     def __init__(
-        self, tracer: Tracer, method: str, context: SpanContext, parent: SpanContext | None, kind: Kind
+        self,
+        tracer: Tracer,
+        method: str,
+        context: SpanContext,
+        parent: SpanContext | None,
+        kind: Kind,
+        under_way: set[ServerSpan],
     ) -> None:
+        """It leaves `under_way` with its end."""
         self.context = context
         self.start_unix_ns = time.time_ns()
         self.attributes: dict[str, Value] = {
@@ -54,6 +58,7 @@ class ServerSpan:
         self._tracer = tracer
         self._method = method
         self._parent = parent
+        self._under_way = under_way
         self._ended = False
         self._parts: list[tuple[str, int, int]] = []
         self._part = kind.first_part
@@ -79,6 +84,7 @@ class ServerSpan:
         if self._ended:
             return
         self._ended = True
+        self._under_way.discard(self)
         end_ns = max(unix_ns or time.time_ns(), self.start_unix_ns)
         self.attributes[names.RPC_RESPONSE_STATUS_CODE] = code
         if code != "OK":
@@ -104,25 +110,27 @@ class ServerSpan:
             )
         )
 
+    def over(self, code: str) -> None:
+        """The call has ended; its handler is told to, and may yet say what it knows."""
+        asyncio.get_running_loop().call_later(STUCK_S, self.end, code, time.time_ns())
+
+
+_PLAIN = Kind()
+
 
 def server_span() -> ServerSpan | None:
     """Of the call that this task serves; None where it is not traced."""
     return _SERVING.get()
 
 
-class TracingInterceptor(grpc.aio.ServerInterceptor):
-    """Spans for the calls of some services. It goes before all others, whose time and errors are the call's too."""
+class Tracing:
+    """Makes the spans of calls; it is the first of an interceptor's tellers, so that what others tell can name them."""
 
     def __init__(
-        self,
-        tracer: Tracer,
-        services: Collection[str],
-        parent_of: Callable[[Any], SpanContext | None],
-        kinds: Mapping[str, Kind],
+        self, tracer: Tracer, parent_of: Callable[[Any], SpanContext | None], kinds: Mapping[str, Kind]
     ) -> None:
-        """`services` by full name; `kinds` by full method, "package.Service/Method"; `parent_of` reads metadata."""
+        """`kinds` by full method, "package.Service/Method"; `parent_of` reads metadata."""
         self._tracer = tracer
-        self._services = frozenset(services)
         self._parent_of = parent_of
         self._kinds = kinds
         self._open: set[ServerSpan] = set()
@@ -133,94 +141,14 @@ class TracingInterceptor(grpc.aio.ServerInterceptor):
             span.end("CANCELLED")
         self._open.clear()
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        handler = await continuation(handler_call_details)
-        method = handler_call_details.method.removeprefix("/")
-        if handler is None or method.partition("/")[0] not in self._services:
-            return handler
-        form = f"{_STREAM[handler.request_streaming]}_{_STREAM[handler.response_streaming]}"
-        make = getattr(grpc, f"{form}_rpc_method_handler")
-        traced = self._traced(getattr(handler, form), method)
-        return make(  # type: ignore[no-any-return]
-            traced,
-            request_deserializer=handler.request_deserializer,
-            response_serializer=handler.response_serializer,
-        )
-
-    def _traced(self, behaviour: Any, method: str) -> Any:
-        async def traced(request: Any, context: Any) -> Any:
-            span = self._begin(method, context)
-            if span is None:
-                return await behaviour(request, context)
-            try:
-                answer = await behaviour(request, context)
-            except BaseException as error:
-                self._end(span, _code(context, error))
-                raise
-            self._end(span, _code(context, None))
-            return answer
-
-        async def traced_stream(request: Any, context: Any) -> Any:
-            span = self._begin(method, context)
-            code = "CANCELLED"  # a generator that is closed says nothing
-            try:
-                async for answer in behaviour(request, context):
-                    yield answer
-                code = _code(context, None)
-            except BaseException as error:
-                code = _code(context, error)
-                raise
-            finally:
-                if span is not None:
-                    self._end(span, code)
-
-        return traced_stream if inspect.isasyncgenfunction(behaviour) else traced
-
-    def _begin(self, method: str, context: Any) -> ServerSpan | None:
+    def begin(self, method: str, context: Any) -> ServerSpan | None:
+        """A call has come."""
         parent = self._parent_of(context)
         own = self._tracer.begin(parent)
         if own is None:
             return None
-        span = ServerSpan(self._tracer, method, own, parent, self._kinds.get(method, Kind()))
+        span = ServerSpan(self._tracer, method, own, parent, self._kinds.get(method, _PLAIN), self._open)
         CURRENT.set(own)  # of this call's task alone
         _SERVING.set(span)
         self._open.add(span)
-        context.add_done_callback(lambda _: self._call_is_over(span, context))
         return span
-
-    def _end(self, span: ServerSpan, code: str) -> None:
-        span.end(code)
-        self._open.discard(span)
-
-    def _call_is_over(self, span: ServerSpan, context: Any) -> None:
-        """Its handler has ended, or is told to; one that waits for a client that is gone may never hear of it."""
-        if span in self._open:
-            code, now_ns = _code(context, asyncio.CancelledError()), time.time_ns()
-
-            def give_up() -> None:
-                span.end(code, now_ns)
-                self._open.discard(span)
-
-            asyncio.get_running_loop().call_later(STUCK_S, give_up)
-
-
-_STREAM = {False: "unary", True: "stream"}
-
-
-def _code(context: Any, error: BaseException | None) -> str:
-    """Name of a call's status, given how its handler ended: all but an abort is of a call that is gone, since what
-    else a handler raises is made an abort further in, and fails as one only where no client is left to hear of it."""
-    if error is not None and not isinstance(error, grpc.aio.AbortError):
-        left_s = context.time_remaining()
-        return "DEADLINE_EXCEEDED" if left_s is not None and left_s <= 0 else "CANCELLED"
-    code = context.code()
-    if code is None or code == 0:
-        return "OK" if error is None else "UNKNOWN"
-    return str(code.name) if isinstance(code, grpc.StatusCode) else _NAMES.get(int(code), "UNKNOWN")
-
-
-_NAMES = {int(code.value[0]): code.name for code in grpc.StatusCode}

@@ -12,13 +12,11 @@ from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
 from services.common.config import ServiceConfig
 from services.common.telemetry import otlp
 from services.common.telemetry.context import SpanContext, new_span_id, new_trace_id
+from services.common.telemetry.encoding import Encoder
 from services.common.telemetry.export import Exporter
 from services.common.telemetry.spans import Span
 
 log = logging.getLogger(__name__)
-
-_LIBRARY_LOGGER = "opentelemetry.exporter.otlp.proto.grpc.exporter"
-"""It has a line for every try; what an operator needs to know of them the exporter here says."""
 
 
 class Tracer:
@@ -51,8 +49,7 @@ def open_tracer(config: ServiceConfig, environ: Mapping[str, str] = os.environ) 
     endpoint = otlp.spans_endpoint(config, environ)
     if endpoint is None:
         return None
-    logging.getLogger(_LIBRARY_LOGGER).setLevel(logging.CRITICAL)
-    sink = otlp.span_exporter(config, endpoint)
+    sink = otlp.span_sink(config, endpoint)
     log.info("spans go to %s", endpoint)
-    exporter = Exporter(sink, otlp.resource(config.service), otlp.package_version())
-    return Tracer(exporter, config.trace_sample_ratio)
+    encoder = Encoder(otlp.resource(config.service), otlp.package_version())
+    return Tracer(Exporter(sink, encoder), config.trace_sample_ratio)
