@@ -13,8 +13,8 @@ A word is an output's. Of signs and fractions, rotated right by 8 j bits, it has
 them (bits 31 and 16-22); of codes, shifted right by 4 j, that of depth j lowest: so a processor with AVX-512 unpacks 16
 weights in four instructions (compact_tile.py).
 
-A group with more than 16 exponents is an outlier, kept as bfloat16 besides: of numbers from a normal distribution one in
-100,000 is, of a t distribution with 3 degrees of freedom one in 33.
+A group with more than 16 exponents is an outlier, kept as bfloat16 besides: of numbers from a normal distribution one
+in 100,000 is, of a t distribution with 3 degrees of freedom one in 33.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def _pointer(context: Any, address: Any) -> Any:
     return types.voidptr(types.int64), generate
 
 
-def panels_at(address, like, count, depth):  # type: ignore[no-untyped-def]
+def panels_at(address: Any, like: Any, count: Any, depth: Any) -> Any:
     """For compiled code: the panels that stand at an address, in the type of `like`."""
     raise NotImplementedError
 
@@ -214,7 +214,8 @@ def _pack_group(weight, panel, group, code, words):  # type: ignore[no-untyped-d
             if turn:
                 kept = (kept << turn) | (kept >> (np.uint32(32) - turn))
             words[first + j // 4 * tile.OUTPUTS] |= kept
-            words[first + 2 * tile.OUTPUTS] |= np.uint32(code[(bits >> np.uint32(7)) & np.uint32(255)]) << np.uint32(4 * j)
+            theirs = code[(bits >> np.uint32(7)) & np.uint32(255)]
+            words[first + 2 * tile.OUTPUTS] |= np.uint32(theirs) << np.uint32(4 * j)
     return True
 
 
@@ -293,7 +294,8 @@ def _widen(panel, depth, outliers, begin, end, out):  # type: ignore[no-untyped-
         until = min((group + 1) * GROUP, end)
         place = _outlier(panel, group, groups)
         if place:
-            bits = carray(_pointer(outliers + (place - 1) * (2 * GROUP * tile.OUTPUTS)), (GROUP, tile.OUTPUTS), np.uint16)
+            kept_at = _pointer(outliers + (place - 1) * (2 * GROUP * tile.OUTPUTS))
+            bits = carray(kept_at, (GROUP, tile.OUTPUTS), np.uint16)
             target = out.view(np.uint32)
             for k in range(at, until):
                 for o in range(tile.OUTPUTS):
@@ -322,7 +324,7 @@ def _good_until(panels, first, count, depth, outliers, begin):  # type: ignore[n
 @njit(**INNER_IN_ORDER)
 def _few_rows(x, panels, outliers, first, count, rows, source, y, y_stride, resume, space):  # type: ignore[no-untyped-def]  # pragma: no cover
     """A tile of `rows` at most tile.ROWS by `count` panels, read as they are but for outliers."""
-    widened, _, places = space
+    places = space[2]
     depth = x.shape[1]
     at, go_on = np.int64(0), np.int64(resume)
     while at < depth:
@@ -403,7 +405,10 @@ def _compact_piece(x, panels, outliers, out, resume, first_row, rows, first_pane
         first += count
 
 
-def multiply_piece(x, panels, outliers, out, resume, first_row, rows, first_panel, last_panel, space):  # type: ignore[no-untyped-def]
+def multiply_piece(
+    x: Any, panels: Any, outliers: Any, out: Any, resume: Any, first_row: Any, rows: Any, first_panel: Any,
+    last_panel: Any, space: Any,
+) -> None:  # fmt: skip
     """For compiled code: linear.multiply_piece for either form of weights; `outliers` is their address, or 0."""
     raise NotImplementedError
 

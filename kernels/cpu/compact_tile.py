@@ -157,7 +157,7 @@ class _Body:
         b.ret_void()
 
     def _loops(self, tables: list[Any], depth: Any, begin: list[Any], block: Any) -> list[Any]:
-        """Calls `block` for each block of depth: its number, where its words are, exponents and sums; gives the sums."""
+        """Calls `block` for each block: its first depth, where its words are, exponents and sums; gives the sums."""
         b, function = self._b, self._function
         entry = b.block
         group, inner, after, end = (function.append_basic_block(name) for name in ("group", "block", "after", "end"))
@@ -172,7 +172,7 @@ class _Body:
         b.position_at_end(inner)
         k = b.phi(_I64)
         sums = [b.phi(_F32S) for _ in begin]
-        added = block(k, b.mul(k, _i64(BLOCK_BYTES // BLOCK)), exponents, sums)
+        added: list[Any] = block(k, b.mul(k, _i64(BLOCK_BYTES // BLOCK)), exponents, sums)
         following = b.add(k, _i64(BLOCK))
         for phi, outer, then in zip([k, *sums], [first, *group_sums], [following, *added], strict=True):
             phi.add_incoming(outer, group)

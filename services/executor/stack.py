@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.cpu import decode, tile
+from kernels.cpu import compact, decode, tile
 from kernels.cpu.paged_attention import get_num_threads
 from services.executor.attention.contract import AttentionStep
 from services.executor.attention.cpu import CpuStep
@@ -124,6 +124,7 @@ def _weights(layers: Sequence[FusedLayer]) -> decode.Weights:
     return decode.Weights(
         panels=products[0][0].weights.panels,
         addresses=np.array([[one.weights.panels.ctypes.data for one in layer] for layer in products]),
+        outliers=np.array([[compact.outliers_address(one.weights) for one in layer] for layer in products]),
         biases=np.stack([_biases(layer) for layer in products]) if has_bias else np.zeros((len(layers), 0), np.float32),
         gains=_gains([(layer.norms.before_attention, layer.norms.before_mlp) for layer in layers]),
         epsilon=np.float32(layers[0].norms.before_attention.epsilon),
