@@ -41,6 +41,8 @@ _EXPONENTS = 16
 _LINE = 64
 _AHEAD_BYTES = 2048
 """How far before its use a word is asked of memory. Measured."""
+_FEW_ROWS = 4 * tile.ROWS
+"""Up to so many are multiplied with what each tile unpacks in registers; more with slices that are unpacked once."""
 _SHARES = 8
 """Pieces of work a thread."""
 
@@ -322,22 +324,37 @@ def _good_until(panels, first, count, depth, outliers, begin):  # type: ignore[n
 
 
 @njit(**INNER_IN_ORDER)
+def _height(rows):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """Of the next tile for so many rows."""
+    height = min(rows, np.int64(compact_tile.ROWS))
+    while compact_tile.BESIDE[height] == 0:
+        height -= 1
+    return height
+
+
+@njit(**INNER_IN_ORDER)
 def _few_rows(x, panels, outliers, first, count, rows, source, y, y_stride, resume, space):  # type: ignore[no-untyped-def]  # pragma: no cover
-    """A tile of `rows` at most tile.ROWS by `count` panels, read as they are but for outliers."""
+    """Rows that are few by `count` panels, read as they are but for outliers."""
     places = space[2]
     depth = x.shape[1]
     at, go_on = np.int64(0), np.int64(resume)
     while at < depth:
         until = _good_until(panels, first, count, depth, outliers, at)
         if until > at:
-            for p in range(count):
-                begin = panels[first + p].ctypes.data
-                places[0, p] = begin + _header_bytes(depth) + at * (BLOCK_BYTES // BLOCK)
-                places[1, p] = begin + at // GROUP * _EXPONENTS
-            compact_tile.multiply(
-                rows, count, source + at * 4, depth, places.ctypes.data, until - at, y, y_stride, go_on,
-                np.int64(_AHEAD_BYTES),
-            )  # fmt: skip
+            r = np.int64(0)
+            while r < rows:
+                height = _height(rows - r)
+                beside = count if count == compact_tile.BESIDE[height] else np.int64(1)
+                for p in range(0, count, beside):
+                    for i in range(beside):
+                        begin = panels[first + p + i].ctypes.data
+                        places[0, i] = begin + _header_bytes(depth) + at * (BLOCK_BYTES // BLOCK)
+                        places[1, i] = begin + at // GROUP * _EXPONENTS
+                    compact_tile.multiply(
+                        height, beside, source + (r * depth + at) * 4, depth, places.ctypes.data, until - at,
+                        y + (r * y_stride + p * tile.OUTPUTS) * 4, y_stride, go_on, np.int64(_AHEAD_BYTES),
+                    )  # fmt: skip
+                r += height
         else:
             until = min(at + GROUP, depth)
             _widened_tile(x, panels, outliers, first, count, rows, source, at, until, y, y_stride, go_on, space)
@@ -349,16 +366,22 @@ def _widened_tile(x, panels, outliers, first, count, rows, source, begin, end, y
     """Any number of rows by `count` panels, a slice of depth, by way of float32."""
     widened, _, places = space
     depth = x.shape[1]
+    tiles = (rows + tile.ROWS - 1) // tile.ROWS
+    step = (BLOCK_BYTES // BLOCK + tiles - 1) // tiles  # tiles share what is asked for ahead: the next slice
+    following = np.int64(0) if end < depth else count * panels.strides[0] - depth * (BLOCK_BYTES // BLOCK)
     for p in range(count):
         _widen(panels[first + p], depth, outliers, begin, end, widened[p])
-        places[0, p] = places[1, p] = widened[p].ctypes.data
-    tiles = (rows + tile.ROWS - 1) // tile.ROWS
+        places[0, p] = widened[p].ctypes.data
+        words = panels[first + p].ctypes.data + _header_bytes(depth)
+        places[1, p] = words + end * (BLOCK_BYTES // BLOCK) + following
     for t in range(tiles):
         r = rows * t // tiles
         tile.multiply(
             widened, rows * (t + 1) // tiles - r, count, source + (r * depth + begin) * 4, depth, places.ctypes.data,
-            tile.OUTPUTS, end - begin, y + r * y_stride * 4, y_stride, resume, 0,
+            tile.OUTPUTS, end - begin, y + r * y_stride * 4, y_stride, resume, step,
         )  # fmt: skip
+        for p in range(count):
+            places[1, p] += step * (end - begin)
 
 
 @njit(**INNER_IN_ORDER)
@@ -376,8 +399,9 @@ def _compact_piece(x, panels, outliers, out, resume, first_row, rows, first_pane
     _, tail, _ = space
     depth, outputs = x.shape[1], out.shape[1]
     whole = outputs // tile.OUTPUTS
-    beside = tile.PANELS_BESIDE[min(rows, tile.ROWS)]
-    slices = 1 if rows <= tile.ROWS else (depth + linear.SLICE - 1) // linear.SLICE
+    few = rows <= _FEW_ROWS
+    beside = np.int64(compact_tile.BESIDE[_height(rows)] if few else tile.PANELS_BESIDE[tile.ROWS])
+    slices = 1 if few else (depth + linear.SLICE - 1) // linear.SLICE
     source = x.ctypes.data + first_row * depth * 4
     first = first_panel
     while first < last_panel:
@@ -389,7 +413,7 @@ def _compact_piece(x, panels, outliers, out, resume, first_row, rows, first_pane
                     tail[r, i] = out[first_row + r, whole * tile.OUTPUTS + i]
             y, y_stride = tail.ctypes.data, np.int64(tile.OUTPUTS)
         for s in range(slices):
-            if slices == 1 and rows <= tile.ROWS:
+            if few:
                 _few_rows(x, panels, outliers, first, count, rows, source, y, y_stride, np.int64(resume), space)
             else:
                 blocks = depth // BLOCK

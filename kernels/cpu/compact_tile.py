@@ -29,6 +29,10 @@ BLOCK_BYTES = 192
 """Of a panel: two vectors of signs and fractions, one of codes."""
 KEPT_BITS = 0x807F
 """Sign and fraction of a bfloat16."""
+BESIDE = tile.PANELS_BESIDE[: tile.ROWS + 1] + (0, 3, 0, 0, 0, 2, 0, 0, 0, 1)
+"""The most panels of a tile, by its rows; 0: there is no such tile. Higher ones unpack less often for their rows."""
+ROWS = len(BESIDE) - 1
+"""The most rows of a tile."""
 IS_SERVED = objects.LANES == 16
 """Whether the processor has what this is written in."""
 
@@ -49,8 +53,7 @@ def multiply(
     """For compiled code: y [rows, panels * 16] float32 = x [rows, depth] float32 @ weights [depth, 16] of each panel,
     plus what y held where `resume` is not 0.
 
-    All are int64, the arrays as addresses. rows is 1 to ROWS, panels 1 or PANELS_BESIDE[rows], depth a multiple of
-    BLOCK. places, int64 [2, PANELS]: where each panel's words stand, and its tables, both at the begin of a group.
+    All are int64, the arrays as addresses. panels is 1 or BESIDE[rows], which is not 0, depth a multiple of BLOCK. places, int64 [2, PANELS]: where each panel's words stand, and its tables, both at the begin of a group.
     `ahead` (bytes): how far before its use memory is asked for a word. Strides are between rows, in elements.
     """
     return types.void(*(types.int64,) * 10), _caller(_MULTIPLY, _MULTIPLY_KIND)
@@ -85,8 +88,8 @@ def _dispatcher(module: Any) -> None:
     b = ir.IRBuilder(function.append_basic_block("entry"))
     end = function.append_basic_block("end")
     switch = b.switch(b.add(b.mul(rows, _i64(tile.PANELS + 1)), panels), end)
-    for height in range(1, tile.ROWS + 1):
-        for width in {1, tile.PANELS_BESIDE[height]}:
+    for height, beside in enumerate(BESIDE):
+        for width in {1, beside} if beside else ():
             case = function.append_basic_block(f"rows_{height}_panels_{width}")
             switch.add_case(_i64(height * (tile.PANELS + 1) + width), case)
             b.position_at_end(case)
