@@ -41,7 +41,7 @@ _EXPONENTS = 16
 _LINE = 64
 _AHEAD_BYTES = 2048
 """How far before its use a word is asked of memory. Measured."""
-_FEW_ROWS = 4 * tile.ROWS
+_FEW_ROWS = 24
 """Up to so many are multiplied with what each tile unpacks in registers; more with slices that are unpacked once."""
 _SHARES = 8
 """Pieces of work a thread."""
@@ -387,8 +387,11 @@ def _widened_tile(x, panels, outliers, first, count, rows, source, begin, end, y
 @njit(**INNER_IN_ORDER)
 def work_space(rows):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """As linear.work_space, for either form of weights."""
+    size = tile.PANELS * linear.SLICE * tile.OUTPUTS
+    widened = np.empty(size + _LINE // 4, np.float32)
+    begin = -(widened.ctypes.data // 4) % (_LINE // 4)  # a vector that lies in two lines is written twice as slowly
     return (
-        np.empty((tile.PANELS, linear.SLICE, tile.OUTPUTS), np.float32),
+        widened[begin : begin + size].reshape(tile.PANELS, linear.SLICE, tile.OUTPUTS),
         np.empty((rows, tile.OUTPUTS), np.float32),
         np.empty((2, tile.PANELS), np.int64),
     )

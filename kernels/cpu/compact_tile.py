@@ -29,7 +29,7 @@ BLOCK_BYTES = 192
 """Of a panel: two vectors of signs and fractions, one of codes."""
 KEPT_BITS = 0x807F
 """Sign and fraction of a bfloat16."""
-BESIDE = tile.PANELS_BESIDE[: tile.ROWS + 1] + (0, 3, 0, 0, 0, 2, 0, 0, 0, 1)
+BESIDE = (*tile.PANELS_BESIDE, 0, 3, 0, 0, 0, 2, 0, 0, 0, 1)
 """The most panels of a tile, by its rows; 0: there is no such tile. Higher ones unpack less often for their rows."""
 ROWS = len(BESIDE) - 1
 """The most rows of a tile."""
@@ -53,8 +53,9 @@ def multiply(
     """For compiled code: y [rows, panels * 16] float32 = x [rows, depth] float32 @ weights [depth, 16] of each panel,
     plus what y held where `resume` is not 0.
 
-    All are int64, the arrays as addresses. panels is 1 or BESIDE[rows], which is not 0, depth a multiple of BLOCK. places, int64 [2, PANELS]: where each panel's words stand, and its tables, both at the begin of a group.
-    `ahead` (bytes): how far before its use memory is asked for a word. Strides are between rows, in elements.
+    All are int64, the arrays as addresses. panels is 1 or BESIDE[rows], which is not 0; depth is a multiple of BLOCK.
+    places, int64 [2, PANELS]: where each panel's words stand, and its tables, both at the begin of a group. `ahead`
+    (bytes): how far before its use memory is asked for a word. Strides are between rows, in elements.
     """
     return types.void(*(types.int64,) * 10), _caller(_MULTIPLY, _MULTIPLY_KIND)
 
