@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -47,12 +47,17 @@ class FusedStack(torch.nn.Module):
     ) -> torch.Tensor:
         """hidden_states [1, tokens, width] float32, contiguous; it is changed to the result, and returned."""
         step = attention_step
-        if isinstance(step, CpuStep) and step.is_decode and step.tokens <= decode.MOST_ROWS:
+        if self.takes(step):
             self._decode(hidden_states[0].numpy(), position_embeddings, step)
             return hidden_states
         for layer in self.layers:
             hidden_states = layer(hidden_states, position_embeddings=position_embeddings, attention_step=step, **others)
         return hidden_states
+
+    @staticmethod
+    def takes(step: AttentionStep) -> TypeGuard[CpuStep]:
+        """Whether all layers of such a step are one call."""
+        return isinstance(step, CpuStep) and step.is_decode and step.tokens <= decode.MOST_ROWS
 
     def _decode(self, x: Float32s, angles: Angles, step: CpuStep) -> None:
         cos, sin = (one[0].numpy() for one in angles)
