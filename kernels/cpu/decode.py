@@ -165,14 +165,16 @@ def _product(x, gain, epsilon, panels, outliers, bias, out, kind, counters, phas
     halves = 2 if kind == _GATES else 1
     count, outputs = panels.shape[0] // halves, out.shape[1]
     size = _piece_panels(x.shape[0], count, panels.strides[0] * halves, threads)
-    pieces = (count + size - 1) // size
+    large = count // (size * threads) * threads  # as many for each thread; what is left goes panel by panel
+    pieces = large + count - large * size
     piece = phases.take(counters, phase, pieces)
     source = space.normed if gain.shape[0] else x
     if piece >= 0 and gain.shape[0]:
         for r in range(x.shape[0]):
             rms_norm_row(x[r], x[r, :0], gain, epsilon, space.normed[r])
     while piece >= 0:
-        first, last = piece * size, min((piece + 1) * size, count)
+        first = piece * size if piece < large else large * size + piece - large
+        last = first + (size if piece < large else 1)
         begin, end = first * tile.OUTPUTS, min(last * tile.OUTPUTS, outputs)
         for half in range(halves):
             theirs = bias[half * outputs + begin : half * outputs + end]
