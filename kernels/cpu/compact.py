@@ -1,4 +1,4 @@
-"""Weights of bfloat16 in 12 bits each, to the bit: half a step's time of few rows is reading them.
+"""Weights of bfloat16 in 12 bits each, to the bit: a step of few rows takes as long as reading them does.
 
 A bfloat16 is a sign, 8 bits of exponent and 7 of fraction. Trained weights of one matrix are of few exponents, so sign
 and fraction are kept as they are, and the exponent becomes a code of 4 bits: its place in a table of 16 that a group of
