@@ -19,15 +19,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir
-from numba import carray, njit, prange, set_num_threads, types
-from numba.extending import intrinsic
+from numba import njit, prange, set_num_threads
 
 from kernels.cpu import phases, tile
+from kernels.cpu.compact import multiply_piece, panels_at, work_space
 from kernels.cpu.compiled import IN_ORDER, INNER, PART
 from kernels.cpu.elementwise import rms_norm_row, silu_multiply_row
 from kernels.cpu.kv_cache import LayerCache, Rows, write_head
-from kernels.cpu.linear import ALONE_BELOW, ROW_BLOCK, multiply_piece, work_space
+from kernels.cpu.linear import ALONE_BELOW, ROW_BLOCK
 from kernels.cpu.paged_attention import attend_item, item_space
 
 MOST_ROWS = ROW_BLOCK
@@ -51,7 +50,9 @@ class Weights(NamedTuple):
     panels: npt.NDArray[Any]
     """any of the products' panels, for their type"""
     addresses: Int64s
-    """[layers, 4] of the panels [outputs / 16, depth, 16] of qkv, output, gate_up and down; kept alive by the caller"""
+    """[layers, 4] of the panels of qkv, output, gate_up and down; kept alive by the caller"""
+    outliers: Int64s
+    """[layers, 4] addresses, of compact panels' outliers; 0: none"""
     biases: Float32s
     """[layers, outputs of the four, one after the other], or [layers, 0]"""
     gains: Float32s
@@ -129,7 +130,7 @@ def run(
         rows.tables, rows.slots, rows.contexts, order, cos, sin,
         cache.keys, cache.values, cache.key_scales, cache.value_scales,
     )  # fmt: skip
-    if weights.panels.size * len(x) * len(weights.addresses) > ALONE_BELOW:
+    if buffers.projected.size * x.shape[1] * len(weights.addresses) > ALONE_BELOW:
         _run(x, weights, step, buffers, threads)
         return
     set_num_threads(1)
@@ -139,30 +140,13 @@ def run(
         set_num_threads(threads)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _pointer(context: Any, address: Any) -> Any:
-    """An address as what numba makes an array of."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        return builder.inttoptr(values[0], ir.PointerType(ir.IntType(8)))
-
-    return types.voidptr(types.int64), generate
-
-
 @njit(**PART)
-def _panels(weights, layer, product, outputs, depth):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """[outputs / 16, depth, 16]"""
-    shape = ((outputs + tile.OUTPUTS - 1) // tile.OUTPUTS, depth, tile.OUTPUTS)
-    return carray(_pointer(weights.addresses[layer, product]), shape, weights.panels.dtype)
-
-
-@njit(**PART)
-def _multiply(x, panels, bias, out, space):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def _multiply(x, panels, outliers, bias, out, space):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """The first columns of out = x @ panels + bias, where that is not empty."""
     for r in range(x.shape[0]):
         for i in range(bias.shape[0]):
             out[r, i] = bias[i]
-    multiply_piece(x, panels, out, bias.shape[0] > 0, 0, x.shape[0], 0, panels.shape[0], space.product)
+    multiply_piece(x, panels, outliers, out, bias.shape[0] > 0, 0, x.shape[0], 0, panels.shape[0], space.product)
 
 
 @njit(**PART)
@@ -176,23 +160,26 @@ def _piece_panels(rows, count, each_bytes, threads):  # type: ignore[no-untyped-
 
 
 @njit(**PART)
-def _product(x, gain, epsilon, panels, bias, out, kind, counters, phase, space, threads):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def _product(x, gain, epsilon, panels, outliers, bias, out, kind, counters, phase, space, threads):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """out = x @ panels + bias, or what `kind` makes of it; x is normed before where there is a gain."""
     halves = 2 if kind == _GATES else 1
     count, outputs = panels.shape[0] // halves, out.shape[1]
-    size = _piece_panels(x.shape[0], count, panels.shape[1] * tile.OUTPUTS * panels.itemsize * halves, threads)
-    pieces = (count + size - 1) // size
+    size = _piece_panels(x.shape[0], count, panels.strides[0] * halves, threads)
+    large = count // (size * threads) * threads  # as many for each thread; what is left goes panel by panel
+    pieces = large + count - large * size
     piece = phases.take(counters, phase, pieces)
     source = space.normed if gain.shape[0] else x
     if piece >= 0 and gain.shape[0]:
         for r in range(x.shape[0]):
             rms_norm_row(x[r], x[r, :0], gain, epsilon, space.normed[r])
     while piece >= 0:
-        first, last = piece * size, min((piece + 1) * size, count)
+        first = piece * size if piece < large else large * size + piece - large
+        last = first + (size if piece < large else 1)
         begin, end = first * tile.OUTPUTS, min(last * tile.OUTPUTS, outputs)
         for half in range(halves):
             theirs = bias[half * outputs + begin : half * outputs + end]
-            _multiply(source, panels[half * count + first : half * count + last], theirs, space.parts[half], space)
+            theirs_panels = panels[half * count + first : half * count + last]
+            _multiply(source, theirs_panels, outliers, theirs, space.parts[half], space)
         for r in range(x.shape[0]):
             part = space.parts[0, r, : end - begin]
             if kind == _GATES:
@@ -254,10 +241,12 @@ def _work(x, weights, step, buffers, threads):  # type: ignore[no-untyped-def]  
         for product in range(4):
             source, out, kind = sources[product], outs[product], kinds[product]
             outputs = out.shape[1] * (2 if kind == _GATES else 1)
-            panels = _panels(weights, layer, product, outputs, source.shape[1])
+            count = (outputs + tile.OUTPUTS - 1) // tile.OUTPUTS
+            panels = panels_at(weights.addresses[layer, product], weights.panels, count, source.shape[1])
             gain = weights.gains[layer, product // 2, : width if product % 2 == 0 else 0]
             bias = weights.biases[layer, begin : begin + outputs]  # of nothing, where there are none
-            _product(source, gain, weights.epsilon, panels, bias, out, kind, counters, phase, space, threads)
+            outliers = weights.outliers[layer, product]
+            _product(source, gain, weights.epsilon, panels, outliers, bias, out, kind, counters, phase, space, threads)
             begin += outputs
             phase += 1
             if product == 0:

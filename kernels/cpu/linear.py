@@ -86,8 +86,7 @@ def gather(weights: Packed, outputs: npt.NDArray[np.int64], out: Float32s) -> No
 
     Raises IndexError for an output that there is not.
     """
-    if len(outputs) and not 0 <= outputs.min() <= outputs.max() < weights.outputs:
-        raise IndexError(f"outputs {outputs.min()} to {outputs.max()} are asked for, there are {weights.outputs}")
+    check_outputs(weights, outputs)
     panel, lane = np.divmod(outputs, tile.OUTPUTS)
     rows = weights.panels[panel, :, lane]
     if rows.dtype == np.uint16:
@@ -102,10 +101,7 @@ def multiply(x: Float32s, weights: Packed, bias: Float32s | None, out: Float32s,
     x [rows, depth], bias [outputs] and out [rows, outputs] are float32 and C-contiguous. Raises ValueError.
     """
     rows = len(x)
-    if x.shape != (rows, weights.depth) or out.shape != (rows, weights.outputs):
-        raise ValueError(
-            f"x {x.shape} and out {out.shape} do not fit {weights.outputs} outputs and {weights.depth} inputs"
-        )
+    check_shapes(x, weights, out)
     if bias is not None:
         out[:] = bias
     if rows and weights.depth:
@@ -113,6 +109,20 @@ def multiply(x: Float32s, weights: Packed, bias: Float32s | None, out: Float32s,
         _multiply(x, weights.panels, out, bias is not None, 1 if alone else threads)
     elif bias is None:
         out[:] = 0
+
+
+def check_outputs(weights: Packed, outputs: npt.NDArray[np.int64]) -> None:
+    """Raises IndexError for one that there is not."""
+    if len(outputs) and not 0 <= outputs.min() <= outputs.max() < weights.outputs:
+        raise IndexError(f"outputs {outputs.min()} to {outputs.max()} are asked for, there are {weights.outputs}")
+
+
+def check_shapes(x: Float32s, weights: Packed, out: Float32s) -> None:
+    """Raises ValueError where a product is not of these."""
+    if x.shape != (len(x), weights.depth) or out.shape != (len(x), weights.outputs):
+        raise ValueError(
+            f"x {x.shape} and out {out.shape} do not fit {weights.outputs} outputs and {weights.depth} inputs"
+        )
 
 
 @njit(**INNER_IN_ORDER)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from triptych.executor.v1 import executor_pb2 as pb
 
-from kernels.cpu import objects, tile
+from kernels.cpu import compact, objects, tile
 from services.common.contract import PROTOCOL_VERSION
 from services.common.errors import RequestError, StartError
 from services.executor import architecture, devices, loader, memory, wire
@@ -56,6 +56,11 @@ class Fit:
     def vector_bits(self) -> int:
         """Of the vectors that the CPU's kernels compute with here."""
         return objects.LANES * 32
+
+    @property
+    def bfloat16_bits(self) -> int:
+        """Of a weight on the CPU that the files hold in bfloat16."""
+        return 12 if compact.IS_SERVED else 16
 
     @property
     def tile(self) -> tuple[int, int]:

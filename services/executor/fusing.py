@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from kernels.cpu import linear, pages, tile
+from kernels.cpu import compact, tile
 from services.executor import stack
 from services.executor.attention.contract import Scores
 from services.executor.attention.reference import ReferenceStep
@@ -140,14 +141,13 @@ def _joined(layers: Sequence[torch.nn.Module]) -> PackedLinear | None:
     biases: list[torch.Tensor] = [layer.bias for layer in packed if layer.bias is not None]
     if (
         len(packed) < len(layers)
-        or len({(one.panels.dtype, one.depth) for one in weights}) > 1
+        or len({(one.panels.dtype == np.float32, one.depth) for one in weights}) > 1
         or any(one.outputs % tile.OUTPUTS for one in weights[:-1])
         or len(biases) not in (0, len(packed))
     ):
         return None
     bias = torch.nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
-    panels = pages.concatenate([one.panels for one in weights])
-    return PackedLinear(linear.Packed(panels, sum(one.outputs for one in weights)), bias)
+    return PackedLinear(compact.joined(weights), bias)
 
 
 def _kind(module: torch.nn.Module) -> Hashable:

@@ -237,7 +237,14 @@ def _assign(
     if tied and _HEAD in recipes:
         _check_tied(path, model, recipes, files, parts.get(_HEAD))
     state, packed = _read(
-        model, recipes, files, dtype, threads, parts, device, lambda done: report(Progress("weights", done, total))
+        model,
+        recipes,
+        files,
+        dtype,
+        threads,
+        parts,
+        device,
+        lambda done: report(Progress("weights", min(done, total), total)),
     )
     places = model.state_dict()
     _refuse(path, shapes=[_other_shape(name, one.shape, places[name].shape) for name, one in sorted(state.items())])

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from kernels.cpu import linear
+from kernels.cpu import compact, linear
 from kernels.cpu.paged_attention import get_num_threads
 
 ARITHMETIC = torch.float32
@@ -33,16 +33,21 @@ def packable(model: PreTrainedModel, dtype: torch.dtype) -> frozenset[str]:
 
 
 def held_bytes(shape: torch.Size, dtype: torch.dtype, *, packed: bool, bfloat16: bool) -> int:
-    """Bytes that a tensor takes which the files hold as bfloat16 or not, in a model served in `dtype`."""
+    """Bytes that a tensor takes which the files hold as bfloat16 or not, in a model served in `dtype`.
+
+    Where it becomes compact, these may be less than it takes then: by its outliers, or by a third where it cannot.
+    """
+    if packed and bfloat16 and compact.fits(shape[1]):
+        return compact.compact_bytes(shape[0], shape[1])
     if packed:
         return linear.packed_bytes(shape[0], shape[1], torch.bfloat16.itemsize if bfloat16 else dtype.itemsize)
     return shape.numel() * dtype.itemsize
 
 
 def pack(weight: torch.Tensor) -> linear.Packed:
-    """A copy of a weight [outputs, inputs]: of bfloat16 as it is, of any other dtype as float32."""
+    """A copy of a weight [outputs, inputs]: of bfloat16 to the bit, compact if it can be, of any other as float32."""
     if weight.dtype == torch.bfloat16:
-        return linear.pack(weight.view(torch.uint16).numpy())
+        return compact.pack(weight.view(torch.uint16).numpy())
     return linear.pack(weight.to(ARITHMETIC).numpy())
 
 
@@ -77,7 +82,7 @@ class PackedLinear(torch.nn.Module):
 
     def compute(self, x: npt.NDArray[np.float32], out: npt.NDArray[np.float32]) -> None:
         """x [rows, inputs], out [rows, outputs], both C-contiguous."""
-        linear.multiply(x, self.weights, self._bias, out, self._threads)
+        compact.multiply(x, self.weights, self._bias, out, self._threads)
 
 
 class PackedEmbedding(torch.nn.Module):
@@ -97,7 +102,7 @@ class PackedEmbedding(torch.nn.Module):
 
     def gather(self, ids: npt.NDArray[np.int64], out: npt.NDArray[np.float32]) -> None:
         """ids [n], out [n, embedding], not scaled. Raises IndexError for an id that there is not."""
-        linear.gather(self.weights, ids, out)
+        compact.gather(self.weights, ids, out)
 
 
 def gathers(embedding: torch.nn.Module) -> bool:

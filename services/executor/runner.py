@@ -11,7 +11,8 @@ import numpy.typing as npt
 import torch
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from services.executor.attention.contract import AttentionBackend, KvCache, Needs, StepShape
+from services.executor import direct
+from services.executor.attention.contract import AttentionBackend, AttentionStep, KvCache, Needs, StepShape
 from services.executor.batch import StepInputs
 from services.executor.loader import Checkpoint
 from services.executor.plan import Int64s
@@ -26,6 +27,7 @@ class ModelRunner:
         self._backend = backend
         self._needs = needs
         self._cache: KvCache | None = None
+        self._direct = direct.of(checkpoint.model)
 
     @property
     def model_type(self) -> str:
@@ -42,20 +44,38 @@ class ModelRunner:
             self._allocated().copy_blocks(*torch.from_numpy(copies.T.copy()))
 
     def forward(self, inputs: StepInputs, tables: npt.NDArray[np.int32]) -> torch.Tensor:
-        """Computes every row's tokens, writes their KV, and returns logits [sampling rows, vocab]."""
+        """Computes every row's tokens, writes their KV, and returns logits [sampling rows, vocab].
+
+        They are valid until the next step.
+        """
+        step, last_tokens = self._begin(inputs, tables)
+        if self._direct is None or not self._direct.takes(step):
+            return self._through_model(inputs, last_tokens, step)
+        if self._direct.is_trusted:
+            return self._direct.logits(inputs, last_tokens, step)
+        logits = self._through_model(inputs, last_tokens, step)
+        if not self._direct.is_same(logits, inputs, last_tokens, step):
+            self._direct = None
+        return logits
+
+    def _begin(self, inputs: StepInputs, tables: npt.NDArray[np.int32]) -> tuple[AttentionStep, Int64s]:
+        """A step's rows as attention sees them, and which of its tokens are sampled from."""
         shape = StepShape(
             tables=torch.from_numpy(tables),
             slots=torch.from_numpy(inputs.slots),
             query_starts=torch.from_numpy(inputs.query_starts),
             contexts=torch.from_numpy(inputs.contexts),
         )
-        last_tokens = inputs.query_starts[inputs.sampling_rows + 1] - 1
+        return self._allocated().begin(shape), inputs.query_starts[inputs.sampling_rows + 1] - 1
+
+    def _through_model(self, inputs: StepInputs, last_tokens: Int64s, step: AttentionStep) -> torch.Tensor:
+        """By the model's own forward."""
         output = self._model(
             input_ids=torch.from_numpy(inputs.token_ids)[None],
             position_ids=torch.from_numpy(inputs.positions)[None],
             use_cache=False,
             logits_to_keep=torch.from_numpy(last_tokens),
-            attention_step=self._allocated().begin(shape),
+            attention_step=step,
         )
         logits: torch.Tensor = output.logits[0]
         return logits
@@ -64,8 +84,9 @@ class ModelRunner:
         self, inputs: StepInputs, tables: npt.NDArray[np.int32]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`forward`, and the hidden states [tokens, hidden] that `head` makes logits of."""
+        step, last_tokens = self._begin(inputs, tables)
         with self._hidden() as kept:
-            logits = self.forward(inputs, tables)
+            logits = self._through_model(inputs, last_tokens, step)
         return logits, kept[0]
 
     @contextmanager

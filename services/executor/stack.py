@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 
-from kernels.cpu import decode, tile
+from kernels.cpu import compact, decode, tile
 from kernels.cpu.paged_attention import get_num_threads
 from services.executor.attention.contract import AttentionStep
 from services.executor.attention.cpu import CpuStep
@@ -47,12 +47,17 @@ class FusedStack(torch.nn.Module):
     ) -> torch.Tensor:
         """hidden_states [1, tokens, width] float32, contiguous; it is changed to the result, and returned."""
         step = attention_step
-        if isinstance(step, CpuStep) and step.is_decode and step.tokens <= decode.MOST_ROWS:
+        if self.takes(step):
             self._decode(hidden_states[0].numpy(), position_embeddings, step)
             return hidden_states
         for layer in self.layers:
             hidden_states = layer(hidden_states, position_embeddings=position_embeddings, attention_step=step, **others)
         return hidden_states
+
+    @staticmethod
+    def takes(step: AttentionStep) -> TypeGuard[CpuStep]:
+        """Whether all layers of such a step are one call."""
+        return isinstance(step, CpuStep) and step.is_decode and step.tokens <= decode.MOST_ROWS
 
     def _decode(self, x: Float32s, angles: Angles, step: CpuStep) -> None:
         cos, sin = (one[0].numpy() for one in angles)
@@ -124,6 +129,7 @@ def _weights(layers: Sequence[FusedLayer]) -> decode.Weights:
     return decode.Weights(
         panels=products[0][0].weights.panels,
         addresses=np.array([[one.weights.panels.ctypes.data for one in layer] for layer in products]),
+        outliers=np.array([[compact.outliers_address(one.weights) for one in layer] for layer in products]),
         biases=np.stack([_biases(layer) for layer in products]) if has_bias else np.zeros((len(layers), 0), np.float32),
         gains=_gains([(layer.norms.before_attention, layer.norms.before_mlp) for layer in layers]),
         epsilon=np.float32(layers[0].norms.before_attention.epsilon),

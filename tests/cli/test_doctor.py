@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.cpu import objects
+from kernels.cpu import compact, objects
 from services.cli.doctor import cuda, machine
 from services.cli.doctor.findings import Finding, Report, Section
 from services.cli.main import main
@@ -75,6 +75,8 @@ def test_a_model_that_can_be_served_is_told_in_80_columns(tiny: Path, capsys: py
     assert "KV 0.001 MB a token" in text
     assert "cpu-numba is used" in text
     assert f"{memory.compute_threads(None).count} threads, since " in text and "eager: the model's own code" in text
+    bits = 12 if compact.IS_SERVED else 16
+    assert f"weights of bfloat16 are held in {bits} bits each" in text
     assert f"outputs, vectors of {32 * objects.LANES} bits" in text
 
 

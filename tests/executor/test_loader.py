@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AttentionInterface, AutoConfig
 
-from kernels.cpu import linear
+from kernels.cpu import compact, linear
 from services.common.errors import StartError
 from services.executor import architecture, loader, memory, packing, weight_files
 from services.executor.attention import selection
@@ -40,7 +40,7 @@ def dense(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     for name, module in model.named_modules():
         if isinstance(module, packing.PackedLinear | packing.PackedEmbedding):
             out = np.empty((module.weights.outputs, module.weights.depth), np.float32)
-            linear.gather(module.weights, np.arange(module.weights.outputs), out)
+            compact.gather(module.weights, np.arange(module.weights.outputs), out)
             if name.endswith(".gate_up"):
                 parts = zip(("gate_proj", "up_proj"), torch.from_numpy(out).chunk(2), strict=True)
                 state |= {f"{name.removesuffix('gate_up')}{part}.weight": tensor for part, tensor in parts}
@@ -85,13 +85,17 @@ def test_parameters_are_those_of_the_files_converted(tmp_path: Path, dtype: str,
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2), ("float16", 4)])
 @pytest.mark.parametrize("tied", [True, False])
-def test_matrices_are_held_once_in_the_files_bfloat16_and_else_in_float32(
+def test_matrices_are_held_once_in_no_more_than_the_files_bfloat16_and_else_in_float32(
     tmp_path: Path, dtype: str, itemsize: int, tied: bool
 ) -> None:
     path = tiny_llama(tmp_path / "m", dtype=dtype, tie_word_embeddings=tied)
     attention, mlp, vocabulary, norms = 64 * (64 + 32 + 32 + 64), 3 * 64 * 128, 512 * 64, 2 * 64
     matrices = 2 * (attention + mlp) + (1 if tied else 2) * vocabulary
-    expected = itemsize * matrices + 4 * (2 * norms + 64)
+    held = itemsize * matrices
+    if dtype == "bfloat16" and compact.IS_SERVED:  # a panel of 16 outputs is 64 bytes and 24 for each of its depths
+        layer, head = (192 + 256) // 16 * (64 + 24 * 64) + 64 // 16 * (64 + 24 * 128), 512 // 16 * (64 + 24 * 64)
+        held = 2 * layer + (1 if tied else 2) * head
+    expected = held + 4 * (2 * norms + 64)
     assert held_bytes(load(path).model) == loader.weight_bytes(path, torch.float32) == expected
 
 
@@ -138,6 +142,25 @@ def test_rotary_frequencies_are_those_of_transformers(tmp_path: Path, rope: dict
     ours = load(path).model.model.rotary_emb
     assert torch.equal(ours.inv_freq, expected.inv_freq)
     assert ours.attention_scaling == expected.attention_scaling
+
+
+@pytest.mark.skipif(not compact.IS_SERVED, reason="nothing is compact here")
+def test_a_matrix_of_too_many_exponents_is_held_in_bfloat16_and_gives_the_same_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_llama(tmp_path / "m", dtype="bfloat16")
+    weights = load_file(path / "model.safetensors")
+    wild = weights["model.layers.1.self_attn.k_proj.weight"]
+    wild *= 2.0 ** -torch.arange(wild.shape[1])[None].remainder(30)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    told: list[loader.Progress] = []
+    model = loader.load(path, torch.float32, told.append).model
+    held = [module.weights for module in model.modules() if isinstance(module, packing.PackedLinear)]
+    assert {type(one) for one in held} == {compact.Compact, linear.Packed}
+    assert [p for p in told if p.stage == "weights"][-1].done_bytes == loader.weight_bytes(path, torch.float32)
+    found = logits(path, range(3, 40))
+    monkeypatch.setattr(compact, "fits", lambda depth: False)
+    assert np.array_equal(found, logits(path, range(3, 40)))
 
 
 def test_old_checkpoints_with_stored_frequencies_load(tmp_path: Path) -> None:

@@ -152,11 +152,16 @@ def _compute(fit: Fit) -> Finding:
     text = (
         f"{fit.threads.count} threads, since {fit.threads.reason}; eager: the model's own code over our kernels, which "
         "are compiled once for this CPU and kept in the cache; no graph is compiled, and no compiler is needed; "
-        f"products in tiles of {fit.tile[0]} rows by {fit.tile[1]} outputs, vectors of {fit.vector_bits} bits"
+        f"products in tiles of {fit.tile[0]} rows by {fit.tile[1]} outputs, vectors of {fit.vector_bits} bits; "
+        f"weights of bfloat16 are held in {fit.bfloat16_bits} bits each, to the bit"
     )
-    return Finding(
-        "compute", text, facts={"threads": fit.threads.count, "compiled_graphs": False, "vector_bits": fit.vector_bits}
-    )
+    facts = {
+        "threads": fit.threads.count,
+        "compiled_graphs": False,
+        "vector_bits": fit.vector_bits,
+        "bfloat16_bits": fit.bfloat16_bits,
+    }
+    return Finding("compute", text, facts=facts)
 
 
 def _pool(fit: Fit, model: Model) -> Finding:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from kernels.cpu import linear, tile
+from kernels.cpu import compact, linear
 from services.executor.packing import PackedEmbedding, PackedLinear
 from services.executor.ranks.division import Division, Part
 from services.executor.ranks.group import Group
@@ -106,8 +106,7 @@ def connect(model: PreTrainedModel, division: Division, group: Group) -> None:
 
 def rows(weights: linear.Packed, part: Part) -> linear.Packed:
     """Some of the outputs of packed weights, which they share with them; both ends lie between panels or at the end."""
-    first, last = part.begin // tile.OUTPUTS, -(-part.end // tile.OUTPUTS)
-    return linear.Packed(weights.panels[first:last], part.end - part.begin)
+    return compact.part(weights, part.begin, part.end)
 
 
 def _replace(model: PreTrainedModel, name: str, kind: type[_L]) -> _L:
