@@ -41,7 +41,7 @@ class Fleet:
     environment: dict[str, str] = field(default_factory=dict)
     """Of every process, beside this one's."""
     log_to: Path | None = None
-    """Instead of a file of each in `folder`."""
+    """Of schedulers and frontends, instead of a file of each in `folder`."""
     ports: dict[str, int] = field(default_factory=dict)
     routes: dict[str, int] = field(default_factory=dict)
     """Ports that others reach a part at, where it is not its own: a proxy's."""
@@ -87,7 +87,7 @@ class Fleet:
                 command += ["--more-engines", ",".join(peers[1:])]
         path = os.pathsep.join([".", os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | self.environment
-        with (self.log_to or self.folder / f"{name}.log").open("ab") as log:
+        with self._log_file(name).open("ab") as log:
             self.processes[name] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         self.starts[name] = self.starts.get(name, 0) + 1
 
@@ -117,9 +117,12 @@ class Fleet:
 
     def log(self, name: str) -> str:
         """All that it has logged."""
-        if self.log_to is not None:
-            return ""
-        return (self.folder / f"{name}.log").read_text(errors="replace")
+        file = self._log_file(name)
+        return file.read_text(errors="replace") if file.is_file() else ""
+
+    def _log_file(self, name: str) -> Path:
+        own = self.folder / f"{name}.log"
+        return own if self.log_to is None or name.startswith("executor") else self.log_to
 
     def tail(self, name: str) -> str:
         """The end of that."""
