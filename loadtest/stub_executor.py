@@ -445,6 +445,7 @@ async def _serve(options: argparse.Namespace) -> None:
         token_s=options.token_us / 1e6,
         max_in_flight=options.max_in_flight,
         read_back=False,
+        faults=Faults(fault_at_step=options.fault_at_step, epochs=1 << 30) if options.fault_at_step else None,
     )
     stub.keep_plans = False
     async with stub:
@@ -461,6 +462,7 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=0.0, help="time a step takes")
     parser.add_argument("--token-us", type=float, default=0.0, help="and more for each of its tokens")
     parser.add_argument("--max-in-flight", type=int, default=2, choices=(1, 2), help="plans taken at once")
+    parser.add_argument("--fault-at-step", type=int, help="of each epoch: a fault is told, and the epoch is over")
     asyncio.run(_serve(parser.parse_args()))
 
 

@@ -37,7 +37,14 @@ class Fleet:
     replicas: int = 2
     scheduler_flags: Sequence[str] = ()
     frontend_flags: Sequence[str] = ()
+    frontends: int = 1
+    environment: dict[str, str] = field(default_factory=dict)
+    """Of every process, beside this one's."""
+    log_to: Path | None = None
+    """Of schedulers and frontends, instead of a file of each in `folder`."""
     ports: dict[str, int] = field(default_factory=dict)
+    routes: dict[str, int] = field(default_factory=dict)
+    """Ports that others reach a part at, where it is not its own: a proxy's."""
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     starts: dict[str, int] = field(default_factory=dict)
     ending: bool = False
@@ -48,9 +55,20 @@ class Fleet:
         return [f"{kind}-{n}" for n in range(self.replicas) for kind in ("executor", "scheduler")]
 
     @property
+    def doors(self) -> list[str]:
+        """The frontends."""
+        return ["frontend", *(f"frontend-{n}" for n in range(1, self.frontends))]
+
+    @property
     def address(self) -> str:
-        """Of the frontend."""
-        return f"127.0.0.1:{self.ports['frontend']}"
+        """Of the frontends, as a gRPC target."""
+        addresses = [f"127.0.0.1:{self.routes.get(door, self.ports[door])}" for door in self.doors]
+        return addresses[0] if len(addresses) == 1 else "ipv4:" + ",".join(addresses)
+
+    def route(self, name: str) -> int:
+        """The port that others reach a part at, which has one from now on."""
+        own = self.ports.setdefault(name, free_port())
+        return self.routes.get(name, own)
 
     def start(self, name: str) -> None:
         """Starts one on its port."""
@@ -60,18 +78,17 @@ class Fleet:
         if kind == "executor":
             command = [sys.executable, *self.executor, "--port", str(port)]
         elif kind == "scheduler":
-            peer = self.ports.setdefault(f"executor-{number}", free_port())
+            peer = self.route(f"executor-{number}")
             command = [*triptych, "--executor", f"127.0.0.1:{peer}", *self.scheduler_flags]
         else:
-            peers = [f"127.0.0.1:{self.ports[f'scheduler-{n}']}" for n in range(self.replicas)]
+            peers = [f"127.0.0.1:{self.route(f'scheduler-{n}')}" for n in range(self.replicas)]
             command = [*triptych, "--engine", peers[0], *self.frontend_flags]
             if peers[1:]:
                 command += ["--more-engines", ",".join(peers[1:])]
         path = os.pathsep.join([".", os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-        with (self.folder / f"{name}.log").open("ab") as log:
-            self.processes[name] = subprocess.Popen(
-                command, stdout=log, stderr=log, env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-            )
+        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | self.environment
+        with self._log_file(name).open("ab") as log:
+            self.processes[name] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         self.starts[name] = self.starts.get(name, 0) + 1
 
     async def supervise(self) -> None:
@@ -79,7 +96,9 @@ class Fleet:
         while True:
             for name, process in list(self.processes.items()):
                 if process.poll() is not None and not self.ending:
-                    assert name != "frontend", f"the frontend ended with {process.returncode}\n{self.log(name)[-3000:]}"
+                    assert name != "frontend" or self.frontends > 1, (
+                        f"the frontend ended with {process.returncode}\n{self.log(name)[-3000:]}"
+                    )
                     await asyncio.sleep(RESTART_S)
                     self.start(name)
             await asyncio.sleep(0.05)
@@ -87,14 +106,23 @@ class Fleet:
     async def wait_generate(self, serving: bool = True, timeout_s: float = STARTUP_S) -> None:
         """Until the frontend's `generate` health is so."""
         ends_s = time.monotonic() + timeout_s
-        while (await asyncio.to_thread(health, self.ports["frontend"], "generate") == "SERVING") != serving:
+        while any([await self.healthy(door, "generate") != serving for door in self.doors]):
             if time.monotonic() > ends_s:
                 raise TimeoutError(f"generate was not {serving}\n" + "\n".join(map(self.tail, self.processes)))
             await asyncio.sleep(0.1)
 
+    async def healthy(self, name: str, service: str) -> bool:
+        """Whether a part says so of one of its health names."""
+        return await asyncio.to_thread(health, self.ports[name], service) == "SERVING"
+
     def log(self, name: str) -> str:
         """All that it has logged."""
-        return (self.folder / f"{name}.log").read_text(errors="replace")
+        file = self._log_file(name)
+        return file.read_text(errors="replace") if file.is_file() else ""
+
+    def _log_file(self, name: str) -> Path:
+        own = self.folder / f"{name}.log"
+        return own if self.log_to is None or name.startswith("executor") else self.log_to
 
     def tail(self, name: str) -> str:
         """The end of that."""
@@ -141,7 +169,7 @@ async def running(fleet: Fleet) -> AsyncIterator[Fleet]:
     """All of it up and supervised."""
     supervisor = None
     try:
-        for name in (*fleet.engines, "frontend"):
+        for name in (*fleet.engines, *fleet.doors):
             fleet.start(name)
         await fleet.wait_generate()
         await fleet.settled(STARTUP_S)

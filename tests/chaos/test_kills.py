@@ -10,24 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.stub_batch import expected_ids
 from tests.chaos.fleet import Fleet, Held, Load, running
-from tests.support.checkpoints import tiny_llama
+from tests.chaos.stubs import SCHEDULER_FLAGS, load_on, stub_fleet
 
-VOCAB_SIZE = 512
 MB = 1 << 20
-SCHEDULER_FLAGS = ["--max-num-seqs", "256", "--max-num-batched-tokens", "2048"]
-"""As for a GPU: what was lost is prefilled again in a second or two, as real executors of that kind do."""
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("tiny") / "tiny-llama")
-
-
-def stub_fleet(model: Path, folder: Path, *, replicas: int, step_ms: int) -> Fleet:
-    executor = ["-m", "loadtest.stub_executor", "--vocab-size", str(VOCAB_SIZE), "--step-ms", str(step_ms)]
-    return Fleet(model, folder, executor, replicas, scheduler_flags=SCHEDULER_FLAGS)
 
 
 async def kill_for(fleet: Fleet, rng: random.Random, duration_s: float, every_s: float) -> list[str]:
@@ -61,7 +47,7 @@ async def survive(fleet: Fleet, load: Load, *, duration_s: float, every_s: float
 @pytest.mark.timeout(240)
 async def test_X3_G1_streams_outlive_kills_of_either_of_two_replicas(tiny: Path, tmp_path: Path) -> None:
     fleet = stub_fleet(tiny, tmp_path, replicas=2, step_ms=20)
-    load = Load(fleet, 40, (50, 300), lambda p, s, n: expected_ids(p, s, n, VOCAB_SIZE), VOCAB_SIZE)
+    load = load_on(fleet, 40, (50, 300))
     await survive(fleet, load, duration_s=12, every_s=3, seed=1)
 
 
@@ -70,7 +56,7 @@ async def test_X3_G1_streams_outlive_kills_of_either_of_two_replicas(tiny: Path,
 async def test_P2_a_rolling_restart_of_everything_behind_the_frontend_loses_nothing(tiny: Path, tmp_path: Path) -> None:
     fleet = stub_fleet(tiny, tmp_path, replicas=2, step_ms=20)
     fleet.scheduler_flags = [*SCHEDULER_FLAGS, "--drain-s", "3"]  # longer streams go on at the other scheduler
-    load = Load(fleet, 60, (100, 900), lambda p, s, n: expected_ids(p, s, n, VOCAB_SIZE), VOCAB_SIZE)
+    load = load_on(fleet, 60, (100, 900))
     async with running(fleet):
         streams = asyncio.create_task(load.run())
         for name in fleet.engines:
@@ -93,7 +79,7 @@ async def test_P2_a_rolling_restart_of_everything_behind_the_frontend_loses_noth
 @pytest.mark.parametrize("kind", ["executor", "scheduler"])
 async def test_X3_streams_outlive_frozen_parts(tiny: Path, tmp_path: Path, kind: str) -> None:
     fleet = stub_fleet(tiny, tmp_path, replicas=2, step_ms=20)
-    load = Load(fleet, 60, (100, 900), lambda p, s, n: expected_ids(p, s, n, VOCAB_SIZE), VOCAB_SIZE)
+    load = load_on(fleet, 60, (100, 900))
     async with running(fleet):
         streams = asyncio.create_task(load.run())
         for n in (0, 1, 0):
@@ -113,5 +99,5 @@ async def test_X3_streams_outlive_frozen_parts(tiny: Path, tmp_path: Path, kind:
 @pytest.mark.parametrize("replicas", [1, 2])
 async def test_X3_200_streams_outlive_two_minutes_of_kills(tiny: Path, tmp_path: Path, replicas: int) -> None:
     fleet = stub_fleet(tiny, tmp_path, replicas=replicas, step_ms=60)
-    load = Load(fleet, 200, (100, 600), lambda p, s, n: expected_ids(p, s, n, VOCAB_SIZE), VOCAB_SIZE)
+    load = load_on(fleet, 200, (100, 600))
     await survive(fleet, load, duration_s=120, every_s=3, seed=2)
