@@ -194,7 +194,10 @@ class FrontendConfig(DialsConfig, ServiceConfig):
     jwt_roles_claim: str = Field("roles", min_length=1, description="claim that lists the caller's roles")
     jwt_leeway_s: float = Field(30.0, ge=0, le=600, description="seconds that clocks may differ, for exp, nbf and iat")
     tenant_requests_per_s: float | None = Field(
-        None, gt=0, description="requests a second that a tenant may send to each frontend process; unset: any number"
+        None,
+        gt=0,
+        description="requests a second that a tenant may send to a frontend, whose workers share them evenly; unset: "
+        "any number",
     )
     tenant_burst_requests: int = Field(
         20, ge=1, description="requests that may come at once, after a pause, within tenant_requests_per_s"
@@ -202,14 +205,17 @@ class FrontendConfig(DialsConfig, ServiceConfig):
     tenant_tokens_per_min: float | None = Field(
         None,
         gt=0,
-        description="tokens a minute, of prompts and answers, that a tenant may use at each frontend process; a tenant "
-        "that has used more waits until they are made up for; unset: any number",
+        description="tokens a minute, of prompts and answers, that a tenant may use at a frontend, whose workers share them "
+        "evenly; a tenant that has used more waits until they are made up for; unset: any number",
     )
     tenant_burst_tokens: int = Field(
         100_000, ge=1, description="tokens that may be used at once, after a pause, within tenant_tokens_per_min"
     )
     tenant_max_requests: int | None = Field(
-        None, ge=1, description="requests of a tenant that may run at once in each frontend process; unset: any number"
+        None,
+        ge=1,
+        description="requests of a tenant that may run at once in a frontend, whose workers share them evenly; unset: "
+        "any number",
     )
 
     @model_validator(mode="after")
@@ -226,6 +232,21 @@ class FrontendConfig(DialsConfig, ServiceConfig):
         for key in ("auth_names", "admin_names"):
             if getattr(self, key) and self.auth != "mtls":
                 raise ValueError(f"{key} is set, but auth is {self.auth}; set auth to mtls, or leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _each_worker_has_a_share(self) -> Self:
+        limited = {
+            "tenant_burst_requests": self.tenant_requests_per_s is not None,
+            "tenant_burst_tokens": self.tenant_tokens_per_min is not None,
+            "tenant_max_requests": self.tenant_max_requests is not None,
+        }
+        for key, is_limited in limited.items():
+            if is_limited and getattr(self, key) < self.workers:
+                raise ValueError(
+                    f"{key} is {getattr(self, key)}, and {self.workers} workers share it evenly: some would let nothing "
+                    f"in; set it to {self.workers} or more, or start fewer workers"
+                )
         return self
 
     @model_validator(mode="after")
@@ -271,6 +292,7 @@ class FrontendConfig(DialsConfig, ServiceConfig):
             tokens_per_s=None if self.tenant_tokens_per_min is None else self.tenant_tokens_per_min / 60,
             burst_tokens=self.tenant_burst_tokens,
             max_requests=self.tenant_max_requests,
+            processes=self.workers,
         )
 
     def template_budget(self) -> TemplateBudget:

@@ -1,4 +1,6 @@
-"""What a tenant may ask of this process: requests a second, tokens a minute, requests at once.
+"""What a tenant may ask of a frontend: requests a second, tokens a minute, requests at once.
+
+Processes that share a port do not count together: each lets in an even share, so that all together keep to the limit.
 
 Token buckets: each fills at its rate up to its burst. A request takes one of the first, and is let in while the second
 is above zero; its tokens are taken as they are known, so that a bucket may go below zero and then has to fill again.
@@ -9,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 
@@ -23,18 +25,31 @@ BUSY_RETRY_S = 1.0
 
 @dataclass(frozen=True)
 class Quota:
-    """Of each tenant; None: without limit."""
+    """Of each tenant, at all `processes` of a frontend together; None: without limit."""
 
     requests_per_s: float | None = None
     burst_requests: int = 1
     tokens_per_s: float | None = None
     burst_tokens: int = 1
     max_requests: int | None = None
+    processes: int = 1
 
     @property
     def is_set(self) -> bool:
         """There is a limit."""
         return not self.requests_per_s is self.tokens_per_s is self.max_requests is None
+
+    def share(self) -> Quota:
+        """Of one process. What is counted in whole requests is rounded down, so that no limit is passed."""
+        return replace(
+            self,
+            requests_per_s=None if self.requests_per_s is None else self.requests_per_s / self.processes,
+            burst_requests=self.burst_requests // self.processes,
+            tokens_per_s=None if self.tokens_per_s is None else self.tokens_per_s / self.processes,
+            burst_tokens=self.burst_tokens // self.processes,
+            max_requests=None if self.max_requests is None else self.max_requests // self.processes,
+            processes=1,
+        )
 
 
 class Bucket:
@@ -74,7 +89,9 @@ class Quotas:
     """The buckets of all tenants."""
 
     def __init__(self, quota: Quota, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._quota = quota
+        self._told = quota
+        self._quota = quota.share()
+        self._shared = f" ({quota.processes} processes share that evenly)" if quota.processes > 1 else ""
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
 
@@ -102,21 +119,16 @@ class Quotas:
             self._account(tenant, self._clock()).tokens.take(tokens)
 
     def _admit(self, account: _Account, now_s: float) -> None:
-        quota = self._quota
-        if quota.max_requests is not None and account.running >= quota.max_requests:
-            raise _exhausted(
-                "TENANT_REQUESTS",
-                f"{account.running} requests of this tenant run, at most {quota.max_requests} may at once",
-                BUSY_RETRY_S,
-            )
+        told, most = self._told, self._quota.max_requests
+        if most is not None and account.running >= most:
+            limit = f"at most {told.max_requests} may at once{self._shared}"
+            raise _exhausted("TENANT_REQUESTS", f"{account.running} requests of this tenant run, {limit}", BUSY_RETRY_S)
         if wait_s := account.requests.wait_s(1, now_s):
-            raise _exhausted(
-                "TENANT_REQUEST_RATE", f"this tenant may send {quota.requests_per_s:g} requests a second", wait_s
-            )
-        if (wait_s := account.tokens.wait_s(1, now_s)) and quota.tokens_per_s is not None:
-            raise _exhausted(
-                "TENANT_TOKEN_RATE", f"this tenant may use {quota.tokens_per_s * 60:g} tokens a minute", wait_s
-            )
+            limit = f"this tenant may send {told.requests_per_s:g} requests a second{self._shared}"
+            raise _exhausted("TENANT_REQUEST_RATE", limit, wait_s)
+        if (wait_s := account.tokens.wait_s(1, now_s)) and told.tokens_per_s is not None:
+            limit = f"this tenant may use {told.tokens_per_s * 60:g} tokens a minute{self._shared}"
+            raise _exhausted("TENANT_TOKEN_RATE", limit, wait_s)
 
     def _account(self, tenant: str, now_s: float) -> _Account:
         if (account := self._accounts.pop(tenant, None)) is None:

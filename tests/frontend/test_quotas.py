@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 
 import grpc
 import pytest
 
-from services.common.errors import RequestError
+from services.common.config import resolve
+from services.common.errors import RequestError, StartError
 from services.frontend import quotas
+from services.frontend.config import FrontendConfig
 from services.frontend.quotas import Quota, Quotas
 
 
@@ -102,3 +105,43 @@ def test_without_limits_nothing_is_held() -> None:
     held.charge("a", 10**9)
     for _ in range(1000):
         send(held)
+
+
+def test_processes_that_share_a_port_let_in_as_much_together_as_one_alone() -> None:
+    clock = Clock()
+    told = Quota(requests_per_s=10, burst_requests=8, tokens_per_s=20, burst_tokens=400, max_requests=6)
+    together = [Quotas(replace(told, processes=2), clock=clock) for _ in range(2)]
+    for held in together:
+        for _ in range(4):
+            send(held)
+        assert refused(held) == ("TENANT_REQUEST_RATE", pytest.approx(0.2))  # 5 a second each
+    clock.now_s += 3600
+    for held in together:
+        with ExitStack() as running:
+            for _ in range(3):
+                running.enter_context(held.entered("a"))
+            assert refused(held)[0] == "TENANT_REQUESTS"
+        held.charge("a", 209)  # of 200, so that 10 are missing until one may be taken, at 10 a second
+        assert refused(held) == ("TENANT_TOKEN_RATE", pytest.approx(1.0))
+
+
+def test_a_share_is_rounded_down_and_the_whole_limit_is_told() -> None:
+    held = Quotas(Quota(max_requests=5, processes=2), clock=Clock())
+    with held.entered("a"), held.entered("a"), pytest.raises(RequestError) as refusal, held.entered("a"):
+        pass
+    assert "2 requests of this tenant run, at most 5 may at once (2 processes share that evenly)" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "key"),
+    [
+        (["--tenant-requests-per-s", "5", "--tenant-burst-requests", "3"], "tenant_burst_requests is 3"),
+        (["--tenant-tokens-per-min", "5", "--tenant-burst-tokens", "3"], "tenant_burst_tokens is 3"),
+        (["--tenant-max-requests", "3"], "tenant_max_requests is 3"),
+    ],
+)
+def test_a_limit_of_which_some_worker_would_have_nothing_is_refused(flags: list[str], key: str) -> None:
+    with pytest.raises(StartError, match=f"{key}, and 4 workers share it evenly.*set it to 4 or more"):
+        resolve(FrontendConfig, ["--model", "m", "--workers", "4", *flags], {})
+    resolve(FrontendConfig, ["--model", "m", "--workers", "3", *flags], {})
+    resolve(FrontendConfig, ["--model", "m", "--workers", "4", "--tenant-burst-requests", "3"], {})  # of no rate

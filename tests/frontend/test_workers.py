@@ -135,6 +135,25 @@ async def test_connections_are_spread_and_a_process_that_dies_is_replaced(text_m
         assert await asyncio.gather(*(answered(address) for _ in range(8))) == [3] * 8
 
 
+async def test_a_tenants_limit_is_that_of_all_processes_together(text_model: Path) -> None:
+    flags = ("--tenant-requests-per-s", "0.001", "--tenant-burst-requests", "6")
+    request = inference_pb2.GenerateUnaryRequest(request=by_ids([10], greedy(max_tokens=1)))
+
+    async def reason(address: str) -> str:
+        async with grpc.aio.insecure_channel(address, options=OWN) as channel:
+            try:
+                await inference_pb2_grpc.InferenceServiceStub(channel).GenerateUnary(request, wait_for_ready=True)
+            except grpc.aio.AioRpcError as error:
+                return f"{error.code().name}: {error.details()}"
+        return ""
+
+    async with scripted([50]) as engine, workers(2, engine, text_model, *flags) as (_, address):
+        ended = await asyncio.gather(*(reason(address) for _ in range(40)))
+    refused = [one for one in ended if one]
+    assert len(refused) == 34  # 2**-30: one of the two gets less than its three
+    assert all("0.001 requests a second (2 processes share that evenly)" in one for one in refused), refused
+
+
 @pytest.mark.parametrize(
     ("kill", "number"), [(os.kill, signal.SIGTERM), (os.killpg, signal.SIGINT)], ids=["SIGTERM", "Ctrl-C"]
 )
