@@ -7,13 +7,12 @@ import json
 import random
 from collections.abc import AsyncIterable, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
 import grpc
-from triptych.inference.v1 import generation_pb2, inference_pb2
+from triptych.inference.v1 import generation_pb2, inference_pb2, inference_pb2_grpc
 
-if TYPE_CHECKING:
-    from triptych.inference.v1.inference_pb2_grpc import InferenceServiceAsyncStub as Stub
+Stub: TypeAlias = "inference_pb2_grpc.InferenceServiceAsyncStub"
 
 TIMEOUT_S = 300.0
 MAX_TOKENS = (8, 64)
