@@ -43,9 +43,6 @@ _AHEAD_BYTES = 2048
 """How far before its use a word is asked of memory. Measured."""
 _FEW_ROWS = 24
 """Up to so many are multiplied with what each tile unpacks in registers; more with slices that are unpacked once."""
-_SHARES = 8
-"""Pieces of work a thread."""
-
 Float32s = npt.NDArray[np.float32]
 
 
@@ -124,7 +121,7 @@ def gather(weights: linear.Packed, outputs: npt.NDArray[np.int64], out: Float32s
         linear.gather(weights, outputs, out)
         return
     linear.check_outputs(weights, outputs)
-    _gather(weights.panels, weights.outliers, outputs, out)
+    _gather(weights.panels, outliers_address(weights), outputs, out)
 
 
 def multiply(x: Float32s, weights: linear.Packed, bias: Float32s | None, out: Float32s, threads: int) -> None:
@@ -275,16 +272,6 @@ def _unpack(panels, outliers, outputs, out):  # type: ignore[no-untyped-def]  # 
                 out[p, k, o] = _bits(panels[p], out.shape[1], outliers, words, k, o)
 
 
-@njit(**IN_ORDER)
-def _gather(panels, outliers, outputs, out):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    depth = out.shape[1]
-    for i in range(outputs.shape[0]):
-        panel = panels[outputs[i] // tile.OUTPUTS]
-        words, row = panel[_header_bytes(depth) :].view(np.uint32), out[i].view(np.uint32)
-        for k in range(depth):
-            row[k] = _bits(panel, depth, outliers, words, k, outputs[i] % tile.OUTPUTS) << np.uint32(16)
-
-
 @njit(**INNER_IN_ORDER)
 def _widen(panel, depth, outliers, begin, end, out):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """out [.., 16] float32 = depths begin..end-1 of a panel, both multiples of BLOCK."""
@@ -308,6 +295,18 @@ def _widen(panel, depth, outliers, begin, end, out):  # type: ignore[no-untyped-
                 out[at - begin :].ctypes.data,
             )  # fmt: skip
         at = until
+
+
+@njit(**IN_ORDER)
+def _gather(panels, outliers, outputs, out):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """A panel is unpacked for one of its outputs: quicker than to look for each of its bits."""
+    depth = out.shape[1]
+    widened = np.empty((depth, tile.OUTPUTS), np.float32)
+    for i in range(outputs.shape[0]):
+        _widen(panels[outputs[i] // tile.OUTPUTS], depth, outliers, 0, depth, widened)
+        lane = outputs[i] % tile.OUTPUTS
+        for k in range(depth):
+            out[i, k] = widened[k, lane]
 
 
 @njit(**INNER_IN_ORDER)
@@ -367,13 +366,12 @@ def _widened_tile(x, panels, outliers, first, count, rows, source, begin, end, y
     widened, _, places = space
     depth = x.shape[1]
     tiles = (rows + tile.ROWS - 1) // tile.ROWS
-    step = (BLOCK_BYTES // BLOCK + tiles - 1) // tiles  # tiles share what is asked for ahead: the next slice
-    following = np.int64(0) if end < depth else count * panels.strides[0] - depth * (BLOCK_BYTES // BLOCK)
+    step = (BLOCK_BYTES // BLOCK + tiles - 1) // tiles  # tiles share what is asked for ahead: the next panels' slice
     for p in range(count):
         _widen(panels[first + p], depth, outliers, begin, end, widened[p])
         places[0, p] = widened[p].ctypes.data
         words = panels[first + p].ctypes.data + _header_bytes(depth)
-        places[1, p] = words + end * (BLOCK_BYTES // BLOCK) + following
+        places[1, p] = words + begin * (BLOCK_BYTES // BLOCK) + count * panels.strides[0]
     for t in range(tiles):
         r = rows * t // tiles
         tile.multiply(
@@ -399,37 +397,41 @@ def work_space(rows):  # type: ignore[no-untyped-def]  # pragma: no cover - comp
 
 @njit(**INNER_IN_ORDER)
 def _compact_piece(x, panels, outliers, out, resume, first_row, rows, first_panel, last_panel, space):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """As linear.multiply_piece; slices go outermost, so that one of the inputs serves all panels."""
     _, tail, _ = space
     depth, outputs = x.shape[1], out.shape[1]
     whole = outputs // tile.OUTPUTS
     few = rows <= _FEW_ROWS
-    beside = np.int64(compact_tile.BESIDE[_height(rows)] if few else tile.PANELS_BESIDE[tile.ROWS])
+    most = tile.PANELS_BESIDE[tile.ROWS]
+    beside = np.int64(compact_tile.BESIDE[_height(rows)] if few else linear.even_tiles(last_panel - first_panel, most))
     slices = 1 if few else (depth + linear.SLICE - 1) // linear.SLICE
-    source = x.ctypes.data + first_row * depth * 4
-    first = first_panel
-    while first < last_panel:
-        count = beside if first + beside <= min(last_panel, whole) else np.int64(1)
-        y, y_stride = out.ctypes.data + (first_row * outputs + first * tile.OUTPUTS) * 4, outputs
-        if first == whole:
-            for r in range(rows):
-                for i in range(outputs - whole * tile.OUTPUTS):
-                    tail[r, i] = out[first_row + r, whole * tile.OUTPUTS + i]
-            y, y_stride = tail.ctypes.data, np.int64(tile.OUTPUTS)
-        for s in range(slices):
+    source, blocks = x.ctypes.data + first_row * depth * 4, depth // BLOCK
+    for s in range(slices):
+        begin, end = blocks * s // slices * BLOCK, blocks * (s + 1) // slices * BLOCK
+        go_on = np.int64(1 if resume or s > 0 else 0)
+        first = first_panel
+        while first < last_panel:
+            count = min(beside, max(min(last_panel, whole) - first, 1))
+            if few and count < beside:
+                count = np.int64(1)
+            y, y_stride = out.ctypes.data + (first_row * outputs + first * tile.OUTPUTS) * 4, outputs
+            if first == whole:
+                if s == 0:
+                    for r in range(rows):
+                        for i in range(outputs - whole * tile.OUTPUTS):
+                            tail[r, i] = out[first_row + r, whole * tile.OUTPUTS + i]
+                y, y_stride = tail.ctypes.data, np.int64(tile.OUTPUTS)
             if few:
-                _few_rows(x, panels, outliers, first, count, rows, source, y, y_stride, np.int64(resume), space)
+                _few_rows(x, panels, outliers, first, count, rows, source, y, y_stride, go_on, space)
             else:
-                blocks = depth // BLOCK
-                begin, end = blocks * s // slices * BLOCK, blocks * (s + 1) // slices * BLOCK
-                go_on = np.int64(1 if resume or s > 0 else 0)
                 _widened_tile(
                     x, panels, outliers, first, count, rows, source, begin, end, y, y_stride, go_on, space
                 )  # fmt: skip
-        if first == whole:
-            for r in range(rows):
-                for i in range(outputs - whole * tile.OUTPUTS):
-                    out[first_row + r, whole * tile.OUTPUTS + i] = tail[r, i]
-        first += count
+            if first == whole and s == slices - 1:
+                for r in range(rows):
+                    for i in range(outputs - whole * tile.OUTPUTS):
+                        out[first_row + r, whole * tile.OUTPUTS + i] = tail[r, i]
+            first += count
 
 
 def multiply_piece(
@@ -452,8 +454,8 @@ def _multiply_piece(x, panels, outliers, out, resume, first_row, rows, first_pan
 
 
 @njit(**INNER_IN_ORDER)
-def _multiply_pieces(x, panels, outliers, out, resume, blocks, runs, taken):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    rows = x.shape[0]
+def _multiply_pieces(x, panels, outliers, out, resume, blocks, group, runs, taken):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    rows, groups = x.shape[0], (panels.shape[0] + group - 1) // group
     space = work_space(min(rows, linear.ROW_BLOCK))
     while True:
         piece = phases.fetch_add(taken.ctypes.data, 1)
@@ -462,19 +464,17 @@ def _multiply_pieces(x, panels, outliers, out, resume, blocks, runs, taken):  # 
         block, run = piece // runs, piece % runs
         first_row = rows * block // blocks
         count = rows * (block + 1) // blocks - first_row
-        first, last = panels.shape[0] * run // runs, panels.shape[0] * (run + 1) // runs
+        first, last = groups * run // runs * group, min(groups * (run + 1) // runs * group, panels.shape[0])
         _compact_piece(x, panels, outliers, out, resume, first_row, count, first, last, space)
 
 
 @njit(parallel=True, **IN_ORDER)
 def _multiply(x, panels, outliers, out, resume, threads):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """As linear's: threads take pieces until none is left."""
-    rows = x.shape[0]
-    blocks = (rows + linear.ROW_BLOCK - 1) // linear.ROW_BLOCK
-    runs = 1 if threads == 1 else min(panels.shape[0], max(1, threads * _SHARES // blocks))
+    blocks, group, runs = linear.pieces(x.shape[0], panels.shape[0], threads)
     taken = np.zeros(1, np.int64)
     if threads == 1:
-        _multiply_pieces(x, panels, outliers, out, resume, blocks, runs, taken)
+        _multiply_pieces(x, panels, outliers, out, resume, blocks, group, runs, taken)
     else:
         for _ in prange(threads):
-            _multiply_pieces(x, panels, outliers, out, resume, blocks, runs, taken)
+            _multiply_pieces(x, panels, outliers, out, resume, blocks, group, runs, taken)

@@ -26,10 +26,10 @@ from kernels.cpu.compact import multiply_piece, panels_at, work_space
 from kernels.cpu.compiled import IN_ORDER, INNER, PART
 from kernels.cpu.elementwise import rms_norm_row, silu_multiply_row
 from kernels.cpu.kv_cache import LayerCache, Rows, write_head
-from kernels.cpu.linear import ALONE_BELOW, ROW_BLOCK
+from kernels.cpu.linear import ALONE_BELOW
 from kernels.cpu.paged_attention import attend_item, item_space
 
-MOST_ROWS = ROW_BLOCK
+MOST_ROWS = 96
 _PIECE_BYTES = 32_768
 """Of weights, at least: a few microseconds."""
 _PIECE_PANELS = 8

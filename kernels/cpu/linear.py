@@ -30,12 +30,13 @@ from kernels.cpu.compiled import IN_ORDER, INNER_IN_ORDER
 _MANY_SUMS = tile.PANELS_BESIDE[tile.ROWS] > 1
 """Whether a tile of all rows has several panels: so many multiply-adds hide that weights are widened."""
 
-SLICE = 112 if _MANY_SUMS else 320
-"""The most depth of a slice: the panels of a tile, widened, are 28 or 20 KiB, and with 6 rows' inputs stay in L1."""
+SLICE = 192 if _MANY_SUMS else 320
+"""The most depth of a slice: the panels of a tile, widened, are 48 or 20 KiB. Measured."""
 _TILES_AT_ONCE = 4 if _MANY_SUMS else 1
 """Up to so many tiles of rows, each reads the panels as they are; more get them widened, slice by slice. Measured."""
-ROW_BLOCK = 96
-"""The most rows of a block: a slice of them is 120 KiB, a part of the second level."""
+ROW_BLOCK = 264 if _MANY_SUMS else 96
+"""The most rows of a block, a slice of whose inputs is 200 or 120 KiB, a part of the second level: weights are read,
+and widened, once a block. Measured."""
 _SHARES = 8
 """Pieces of work a thread, so that a thread that is held up by a neighbour leaves its rest to the others."""
 
@@ -144,6 +145,13 @@ def work_space(rows):  # type: ignore[no-untyped-def]  # pragma: no cover - comp
 
 
 @njit(**INNER_IN_ORDER)
+def even_tiles(panels, most):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """Panels of each tile, at most `most`, so that the last is not much narrower: 3 and 3 of 6, and not 4 and 2."""
+    tiles = max(1, (panels + most - 1) // most)
+    return max(1, (panels + tiles - 1) // tiles)
+
+
+@njit(**INNER_IN_ORDER)
 def multiply_piece(x, panels, out, resume, first_row, rows, first_panel, last_panel, space):  # type: ignore[no-untyped-def]  # pragma: no cover
     """Rows first_row.. of out, the outputs of panels first_panel..last_panel-1."""
     widened, tail, places = space
@@ -151,7 +159,7 @@ def multiply_piece(x, panels, out, resume, first_row, rows, first_panel, last_pa
     tiles = (rows + tile.ROWS - 1) // tile.ROWS
     widens = panels.itemsize == 2 and tiles > _TILES_AT_ONCE
     slices = 1 if tiles <= _TILES_AT_ONCE else (depth + SLICE - 1) // SLICE
-    beside = tile.PANELS_BESIDE[min(rows, tile.ROWS)]
+    beside = even_tiles(last_panel - first_panel, tile.PANELS_BESIDE[min(rows, tile.ROWS)])
     each = depth * tile.OUTPUTS * panels.itemsize
     ahead = _AHEAD_BYTES if tiles == 1 else beside * each
     step = tile.OUTPUTS * panels.itemsize // tiles  # tiles share what is asked for ahead
@@ -201,7 +209,18 @@ def multiply_piece(x, panels, out, resume, first_row, rows, first_panel, last_pa
 
 
 @njit(**INNER_IN_ORDER)
-def _multiply_pieces(x, panels, out, resume, blocks, runs, taken):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def panel_group(rows, panels, threads):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """Panels that pieces are multiples of: as many as a tile has, or one fewer where threads then end together."""
+    beside = np.int64(tile.PANELS_BESIDE[min(rows, tile.ROWS)])
+    if beside < 3 or threads == 1:
+        return beside
+    most = ((panels + beside - 1) // beside + threads - 1) // threads * beside
+    fewer = ((panels + beside - 2) // (beside - 1) + threads - 1) // threads * (beside - 1)
+    return beside - 1 if 30 * fewer < 29 * most else beside
+
+
+@njit(**INNER_IN_ORDER)
+def _multiply_pieces(x, panels, out, resume, blocks, group, runs, taken):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     rows = x.shape[0]
     space = work_space(min(rows, ROW_BLOCK))
     while True:
@@ -211,8 +230,18 @@ def _multiply_pieces(x, panels, out, resume, blocks, runs, taken):  # type: igno
         block, run = piece // runs, piece % runs
         first_row = rows * block // blocks
         count = rows * (block + 1) // blocks - first_row
-        first, last = panels.shape[0] * run // runs, panels.shape[0] * (run + 1) // runs
+        groups = (panels.shape[0] + group - 1) // group
+        first, last = groups * run // runs * group, min(groups * (run + 1) // runs * group, panels.shape[0])
         multiply_piece(x, panels, out, resume, first_row, count, first, last, space)
+
+
+@njit(**INNER_IN_ORDER)
+def pieces(rows, panels, threads):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """(blocks of rows, panels that pieces are multiples of, runs of such) that the pieces of a product are."""
+    blocks = (rows + ROW_BLOCK - 1) // ROW_BLOCK
+    group = panel_group(rows, panels, threads)
+    runs = 1 if threads == 1 else min((panels + group - 1) // group, max(1, threads * _SHARES // blocks))
+    return blocks, group, runs
 
 
 @njit(parallel=True, **IN_ORDER)
@@ -221,12 +250,10 @@ def _multiply(x, panels, out, resume, threads):  # type: ignore[no-untyped-def] 
 
     One thread is the calling one.
     """
-    rows = x.shape[0]
-    blocks = (rows + ROW_BLOCK - 1) // ROW_BLOCK
-    runs = 1 if threads == 1 else min(panels.shape[0], max(1, threads * _SHARES // blocks))
+    blocks, group, runs = pieces(x.shape[0], panels.shape[0], threads)
     taken = np.zeros(1, np.int64)
     if threads == 1:
-        _multiply_pieces(x, panels, out, resume, blocks, runs, taken)
+        _multiply_pieces(x, panels, out, resume, blocks, group, runs, taken)
     else:
         for _ in prange(threads):
-            _multiply_pieces(x, panels, out, resume, blocks, runs, taken)
+            _multiply_pieces(x, panels, out, resume, blocks, group, runs, taken)
