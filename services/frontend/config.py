@@ -198,8 +198,8 @@ class FrontendConfig(DialsConfig, ServiceConfig):
     tenant_tokens_per_min: float | None = Field(
         None,
         gt=0,
-        description="tokens a minute, of prompts and answers, that a tenant may use at a frontend, whose workers share them "
-        "evenly; a tenant that has used more waits until they are made up for; unset: any number",
+        description="tokens a minute, of prompts and answers, that a tenant may use at a frontend, whose workers share "
+        "them evenly; a tenant that has used more waits until they are made up for; unset: any number",
     )
     tenant_burst_tokens: int = Field(
         100_000, ge=1, description="tokens that may be used at once, after a pause, within tenant_tokens_per_min"
@@ -237,8 +237,8 @@ class FrontendConfig(DialsConfig, ServiceConfig):
         for key, is_limited in limited.items():
             if is_limited and getattr(self, key) < self.workers:
                 raise ValueError(
-                    f"{key} is {getattr(self, key)}, and {self.workers} workers share it evenly: some would let nothing "
-                    f"in; set it to {self.workers} or more, or start fewer workers"
+                    f"{key} is {getattr(self, key)}, and {self.workers} workers share it evenly: some would let "
+                    f"nothing in; set it to {self.workers} or more, or start fewer workers"
                 )
         return self
 
