@@ -149,8 +149,9 @@ async def test_a_tenants_limit_is_that_of_all_processes_together(text_model: Pat
 
     async with scripted([50]) as engine, workers(2, engine, text_model, *flags) as (_, address):
         ended = await asyncio.gather(*(reason(address) for _ in range(40)))
-    refused = [one for one in ended if one]
-    assert len(refused) == 34  # 2**-30: one of the two gets less than its three
+    # One that is let in before its process has the engine's hello ends UNAVAILABLE, and has taken its place too.
+    refused = [one for one in ended if one.startswith("RESOURCE_EXHAUSTED")]
+    assert len(refused) == 34  # 2**-29: one of the two meets fewer than its three
     assert all("0.001 requests a second (2 processes share that evenly)" in one for one in refused), refused
 
 
