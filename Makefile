@@ -1,5 +1,6 @@
 # Triptych's tasks; `make` alone lists them. Variables: PYTHON (3.11 or newer, to make .venv with), TORCH_INDEX (package
-# index that torch is taken from), PROMPT and ARGS (of `make run`), JOBS (processes that share the tests of `make test`).
+# index that torch is taken from), PROMPT and ARGS (of `make run`), JOBS (processes that share the tests of `make test`),
+# SECONDS (of `make soak`).
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,6 +20,7 @@ PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 
 JOBS ?= 2
+SECONDS ?= 1800
 
 PROMPT ?= Why is the sky blue?
 override PROMPT := $(value PROMPT)# so that a dollar sign in a question stays one
@@ -29,7 +31,7 @@ VARIANT ?= cpu
 TAG ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help install model run test test-slow compiler test-tools phoenix lint audit sbom bench kernels gpu-check images clean
+.PHONY: help install model run test test-slow compiler test-tools phoenix lint audit sbom bench soak kernels gpu-check images clean
 
 help: ## list the tasks
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -90,6 +92,9 @@ bench: model ## run every benchmark, redraw docs/bench_*.svg
 		case " $(PLOTTED) " in *" $$name "*) plot="--plot docs/$$name.svg";; esac; \
 		echo "== $$file"; $(BIN)/python -m "loadtest.$$name" $$plot || exit; \
 	done
+
+soak: model ## keep an engine at 80% of its capacity for SECONDS=1800 with calls of all kinds; fails where something grows
+	@exec $(BIN)/python -m loadtest.soak --seconds $(SECONDS) $(ARGS)
 
 audit: $(AUDIT)/.installed ## look the pinned dependencies up in the database of known vulnerabilities (needs the network)
 	@$(PYTHON) .ci/audit $(AUDIT)/bin/pip-audit constraints.txt
