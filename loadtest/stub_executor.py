@@ -191,6 +191,7 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             max_in_flight=self._max_in_flight,
             dtype=executor_pb2.D_TYPE_FLOAT32,
             kv_dtype=executor_pb2.D_TYPE_FLOAT32,
+            last_epoch=max(self.epochs, default=0),
         )
         yield executor_pb2.LoadResponse(loaded=loaded)
 

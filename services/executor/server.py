@@ -131,7 +131,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
                 "OTHER_WEIGHTS",
                 f"the weights loaded hash to {facts.weights_hash}, the scheduler expects {weights_hash}",
             )
-        yield wire.loaded(facts, call.settings)
+        yield wire.loaded(facts, call.settings, self._last_epoch)
 
     def _note_loaded(self, begun_s: float) -> Callable[[asyncio.Future[Facts]], None]:
         def note(done: asyncio.Future[Facts]) -> None:

@@ -159,7 +159,7 @@ def load_call(request: pb.LoadRequest, tp_size: int = 1, dtypes: Dtypes = CPU_DT
     return LoadCall(settings, dtype, kv_dtype, config.model, config.revision)
 
 
-def loaded(facts: Facts, settings: Settings) -> pb.LoadResponse:
+def loaded(facts: Facts, settings: Settings, last_epoch: int) -> pb.LoadResponse:
     """The last message of a Load."""
     return pb.LoadResponse(
         loaded=pb.Loaded(
@@ -175,6 +175,7 @@ def loaded(facts: Facts, settings: Settings) -> pb.LoadResponse:
             mask_cache_size=CACHE_SIZE,
             dtype=_NUMBERS[facts.dtype],
             kv_dtype=_NUMBERS[facts.kv_dtype],
+            last_epoch=last_epoch,
         )
     )
 

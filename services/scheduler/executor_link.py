@@ -78,6 +78,7 @@ class ExecutorLink:
         try:
             async for message in self._stub.Load(request):
                 if message.HasField("loaded"):
+                    self._epoch = max(self._epoch, message.loaded.last_epoch)
                     return self._facts(message.loaded)
                 progress.show(message)
         except grpc.aio.AioRpcError as error:
@@ -95,7 +96,8 @@ class ExecutorLink:
     async def open(
         self, version: int, on_event: Callable[[], None], *, traces: bool = False, uncounts: bool = False
     ) -> ExecutorRun:
-        """A new epoch, higher than all before: milliseconds of the clock. The others as ExecutorRun has them."""
+        """A new epoch, higher than all before: milliseconds of the clock, or, where it was set back, one more than the
+        executor has seen. The others as ExecutorRun has them."""
         self._epoch = max(self._epoch + 1, time.time_ns() // 1_000_000)
         run = ExecutorRun(self._stub.Run(), self._epoch, on_event, traces=traces, uncounts=uncounts)
         try:

@@ -69,6 +69,7 @@ async def test_an_epoch_that_is_not_higher_is_refused_and_leaves_the_running_one
         assert (await run.step(**first())).token_ids
         await run.close()
         assert (await refused(rig, opening(epoch)))[0] == grpc.StatusCode.FAILED_PRECONDITION
+        assert (await rig.load()).last_epoch == epoch, "who comes next, with whatever clock, is told"
 
 
 async def test_a_new_stream_has_no_slot_of_the_old_one(tiny: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,16 @@ async def test_a_successor_with_less_memory_serves_as_long_as_the_context_fits(
 async def test_no_more_blocks_are_taken_than_all_requests_can_fill(model: Path) -> None:
     async with bench(model, stub=StubExecutor(kv_bytes=1 << 30), max_num_seqs=3, max_model_len=100) as b:
         assert b.stub.num_blocks == 3 * 7 + 1  # 100 tokens in blocks of 16
+
+
+async def test_an_executor_that_has_seen_epochs_of_a_later_clock_is_driven_all_the_same(model: Path) -> None:
+    """The clock was set back, and the scheduler started again."""
+    stub = StubExecutor()
+    tomorrow = time.time_ns() // 1_000_000 + 24 * 3600 * 1000
+    stub.epochs.append(tomorrow)
+    async with bench(model, stub=stub) as b:
+        assert stub.epochs == [tomorrow, tomorrow + 1]
+        assert (await b.frontend.run([1])).finished
 
 
 async def test_an_executor_that_is_late_is_waited_for(model: Path, caplog: pytest.LogCaptureFixture) -> None:
