@@ -65,7 +65,10 @@ class DirectDecode:
 
 
 def of(model: PreTrainedModel) -> DirectDecode | None:
-    """None for a model of other parts; those of a rank must meet those of others."""
+    """None for a model of other parts; those of a rank must meet those of others. None for one whose forward has hooks,
+    too: they are to be called."""
+    if model._forward_hooks or model._forward_pre_hooks:
+        return None
     body = model.base_model
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     layers, norm, rotation = (getattr(body, name, None) for name in ("layers", "norm", "rotary_emb"))
