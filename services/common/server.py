@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """Of the internal streams, both ways. A 1M-token prompt is 4 MB."""
 
+CUT_S = 1.0
+"""What calls that were just ended are given to say so, before they are cut; a cut is CANCELLED to their callers."""
+
 MAX_PENDING_CALLS = 100_000
 """Calls that have come and that the event loop has not seen yet; each is answered, or refused with a reason."""
 
@@ -190,7 +193,7 @@ class Server:
     async def stop(self) -> None:
         """Closes the listener and cuts what is open."""
         await self.health.set_live(False)
-        await self.grpc.stop(grace=0.2)
+        await self.grpc.stop(grace=CUT_S)
         if self._probes is not None:
             await self._probes.stop(grace=None)
         for guard in self._guards:

@@ -63,7 +63,8 @@ class Attempts:
 
 
 def is_passing(error: TriptychError) -> bool:
-    """Whether the same call may succeed later or elsewhere."""
+    """Whether the same call may succeed later or elsewhere. CANCELLED, where this side has not cancelled it, is what a
+    server's end may leave of a call."""
     if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return error.retry_after_s is not None
-    return error.code is grpc.StatusCode.UNAVAILABLE
+    return error.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)

@@ -99,6 +99,8 @@ class Stream:
 
     async def _go_on(self, error: TriptychError) -> None:
         """With another call, after a while. Raises what ends the stream."""
+        if self._cancelled:
+            raise cancelled()
         await asyncio.sleep(self._course.wait_s(error))
         if self._cancelled:
             raise cancelled()

@@ -95,6 +95,8 @@ class SyncStream:
 
     def _go_on(self, error: TriptychError) -> None:
         """With another call, after a while. Raises what ends the stream."""
+        if self._cancelled:
+            raise cancelled()
         time.sleep(self._course.wait_s(error))
         if self._cancelled:
             raise cancelled()
