@@ -91,7 +91,11 @@ async def test_X2_a_request_whose_every_step_fails_ends_alone(
 
         hooked.before_call = fail_for_many_tokens
         try:
-            calls = [generate(channel, by_ids(p, greedy(max_tokens=200, ignore_eos=True))) for p in PROMPTS]
+            calls, begun = [], [asyncio.Event() for _ in PROMPTS]
+            for prompt, event in zip(PROMPTS, begun, strict=True):
+                request = by_ids(prompt, greedy(max_tokens=200, ignore_eos=True))
+                calls.append(asyncio.create_task(generate(channel, request, on_message=event.set)))
+            await asyncio.gather(*(event.wait() for event in begun))  # what comes between two epochs is refused
             bad = generate(channel, by_ids([5] * 100, greedy(max_tokens=4)))
             *answers, broken = await asyncio.gather(*calls, bad, return_exceptions=True)
         finally:

@@ -14,7 +14,7 @@ from triptych_client.errors import TriptychError
 
 @dataclass(frozen=True)
 class Retry:
-    """Tries of a call that UNAVAILABLE ends, or a full queue (RESOURCE_EXHAUSTED with a time to come back).
+    """Tries of a call that UNAVAILABLE or a cut ends, or a full queue (RESOURCE_EXHAUSTED with a time to come back).
 
     At most `attempts` in a row that bring nothing new, the first included. The wait before the second is
     `first_wait_s`, then twice as long each time up to `most_wait_s`, a random part of it less (so that clients do not
