@@ -455,16 +455,13 @@ def _multiply_piece(x, panels, outliers, out, resume, first_row, rows, first_pan
 
 @njit(**INNER_IN_ORDER)
 def _multiply_pieces(x, panels, outliers, out, resume, blocks, group, runs, taken):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    rows, groups = x.shape[0], (panels.shape[0] + group - 1) // group
+    rows = x.shape[0]
     space = work_space(min(rows, linear.ROW_BLOCK))
     while True:
         piece = phases.fetch_add(taken.ctypes.data, 1)
         if piece >= blocks * runs:
             break
-        block, run = piece // runs, piece % runs
-        first_row = rows * block // blocks
-        count = rows * (block + 1) // blocks - first_row
-        first, last = groups * run // runs * group, min(groups * (run + 1) // runs * group, panels.shape[0])
+        first_row, count, first, last = linear.piece_bounds(piece, rows, panels.shape[0], blocks, group, runs)
         _compact_piece(x, panels, outliers, out, resume, first_row, count, first, last, space)
 
 

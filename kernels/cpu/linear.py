@@ -220,6 +220,15 @@ def panel_group(rows, panels, threads):  # type: ignore[no-untyped-def]  # pragm
 
 
 @njit(**INNER_IN_ORDER)
+def piece_bounds(piece, rows, panels, blocks, group, runs):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """(first row, rows, first panel, the panel after the last) of one of `pieces`."""
+    block, run, groups = piece // runs, piece % runs, (panels + group - 1) // group
+    first_row = rows * block // blocks
+    count = rows * (block + 1) // blocks - first_row
+    return first_row, count, groups * run // runs * group, min(groups * (run + 1) // runs * group, panels)
+
+
+@njit(**INNER_IN_ORDER)
 def _multiply_pieces(x, panels, out, resume, blocks, group, runs, taken):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     rows = x.shape[0]
     space = work_space(min(rows, ROW_BLOCK))
@@ -227,11 +236,7 @@ def _multiply_pieces(x, panels, out, resume, blocks, group, runs, taken):  # typ
         piece = phases.fetch_add(taken.ctypes.data, 1)
         if piece >= blocks * runs:
             break
-        block, run = piece // runs, piece % runs
-        first_row = rows * block // blocks
-        count = rows * (block + 1) // blocks - first_row
-        groups = (panels.shape[0] + group - 1) // group
-        first, last = groups * run // runs * group, min(groups * (run + 1) // runs * group, panels.shape[0])
+        first_row, count, first, last = piece_bounds(piece, rows, panels.shape[0], blocks, group, runs)
         multiply_piece(x, panels, out, resume, first_row, count, first, last, space)
 
 

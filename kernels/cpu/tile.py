@@ -23,8 +23,9 @@ from numba import types
 from numba.extending import intrinsic
 
 from kernels.cpu import objects
+from kernels.cpu.vectors import F32S, I8, I32S, I64, LANES, Writer, declared, i64
 
-OUTPUTS = 16
+OUTPUTS = LANES
 """Outputs of a panel of weights."""
 ROWS = 6
 """The most rows of a tile."""
@@ -41,14 +42,13 @@ def _panels_beside(rows: int) -> int:
 PANELS_BESIDE = (0, *map(_panels_beside, range(1, ROWS + 1)))
 """The most panels of a tile, by its rows."""
 
-_F32, _I64, _I32, _I16, _I8 = ir.FloatType(), ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.IntType(8)
-_F32S, _I32S, _I16S, _I8S = (ir.VectorType(one, OUTPUTS) for one in (_F32, _I32, _I16, _I8))
-_SHIFT = ir.Constant(_I32S, [16] * OUTPUTS)
-_STORED = {types.float32: _F32S, types.uint16: _I16S, types.int8: _I8S}
+_I16S, _I8S = (ir.VectorType(one, OUTPUTS) for one in (ir.IntType(16), I8))
+_SHIFT = ir.Constant(I32S, [16] * OUTPUTS)
+_STORED = {types.float32: F32S, types.uint16: _I16S, types.int8: _I8S}
 """How 16 weights of an array lie in memory; uint16 are the bits of bfloat16."""
-_BYTES = {_F32S: 4, _I16S: 2, _I8S: 1}
+_BYTES = {F32S: 4, _I16S: 2, _I8S: 1}
 _ARGUMENTS = 11
-_KIND = ir.FunctionType(ir.VoidType(), [_I64] * _ARGUMENTS)
+_KIND = ir.FunctionType(ir.VoidType(), [I64] * _ARGUMENTS)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -106,11 +106,11 @@ def _dispatcher(module: Any, stored: Any) -> None:
     rows, panels, *arguments = function.args
     b = ir.IRBuilder(function.append_basic_block("entry"))
     end = function.append_basic_block("end")
-    switch = b.switch(b.add(b.mul(rows, _i64(PANELS + 1)), panels), end)
+    switch = b.switch(b.add(b.mul(rows, i64(PANELS + 1)), panels), end)
     for height in range(1, ROWS + 1):
         for width in range(1, PANELS_BESIDE[height] + 1):
             case = function.append_basic_block(f"rows_{height}_panels_{width}")
-            switch.add_case(_i64(height * (PANELS + 1) + width), case)
+            switch.add_case(i64(height * (PANELS + 1) + width), case)
             b.position_at_end(case)
             b.call(_tile_function(module, height, width, stored), arguments)
             b.branch(end)
@@ -119,7 +119,7 @@ def _dispatcher(module: Any, stored: Any) -> None:
 
 
 def _tile_function(module: Any, rows: int, panels: int, stored: Any) -> Any:
-    kind = ir.FunctionType(ir.VoidType(), [_I64] * (_ARGUMENTS - 2))
+    kind = ir.FunctionType(ir.VoidType(), [I64] * (_ARGUMENTS - 2))
     function = ir.Function(module, kind, f"{_name(stored)}_{rows}_{panels}")
     function.linkage = "internal"
     function.attributes.add("noinline")
@@ -127,95 +127,68 @@ def _tile_function(module: Any, rows: int, panels: int, stored: Any) -> Any:
     return function
 
 
-class _Body:
-    """Writes the instructions of one tile function."""
+class _Body(Writer):
+    """Of one tile function."""
 
     def __init__(self, function: Any, rows: int, panels: int, stored: Any) -> None:
-        self._function = function
+        super().__init__(function)
         self._rows = rows
         self._panels = panels
         self._stored = stored
-        self._b = ir.IRBuilder(function.append_basic_block("entry"))
 
     def write(self) -> None:
         b, function = self._b, self._function
         x, x_stride, places, w_stride, depth, y, y_stride, resume, ahead_step = function.args
-        inputs = [b.add(x, b.mul(x_stride, _i64(4 * m))) for m in range(self._rows)]
+        inputs = [b.add(x, b.mul(x_stride, i64(4 * m))) for m in range(self._rows)]
         outputs = [
-            b.add(y, b.add(b.mul(y_stride, _i64(4 * m)), _i64(4 * OUTPUTS * p)))
+            b.add(y, b.add(b.mul(y_stride, i64(4 * m)), i64(4 * OUTPUTS * p)))
             for m in range(self._rows)
             for p in range(self._panels)
         ]
         weights, ahead = (
-            [self._load(b.add(places, _i64(8 * (PANELS * line + p))), _I64, 8) for p in range(self._panels)]
+            [self._load(b.add(places, i64(8 * (PANELS * line + p))), I64, 8) for p in range(self._panels)]
             for line in (0, 1)
         )
-        zero = ir.Constant(_F32S, [0.0] * OUTPUTS)
-        held = b.icmp_signed("!=", resume, _i64(0))
-        begin = [b.select(held, self._load(at, _F32S, 4), zero) for at in outputs]
-        w_step = b.mul(w_stride, _i64(_BYTES[self._stored]))
+        zero = ir.Constant(F32S, [0.0] * OUTPUTS)
+        held = b.icmp_signed("!=", resume, i64(0))
+        begin = [b.select(held, self._load(at, F32S, 4), zero) for at in outputs]
+        w_step = b.mul(w_stride, i64(_BYTES[self._stored]))
         entry, loop, end = b.block, function.append_basic_block("loop"), function.append_basic_block("end")
         b.branch(loop)
         b.position_at_end(loop)
-        k = b.phi(_I64)
-        sums = [b.phi(_F32S) for _ in begin]
+        k = b.phi(I64)
+        sums = [b.phi(F32S) for _ in begin]
         for at in ahead:
             self._prefetch(b.add(at, b.mul(k, ahead_step)))
         added = self._step(inputs, [b.add(w, b.mul(k, w_step)) for w in weights], k, sums)
-        following = b.add(k, _i64(1))
-        for phi, first, then in zip([k, *sums], [_i64(0), *begin], [following, *added], strict=True):
+        following = b.add(k, i64(1))
+        for phi, first, then in zip([k, *sums], [i64(0), *begin], [following, *added], strict=True):
             phi.add_incoming(first, entry)
             phi.add_incoming(then, loop)
         b.cbranch(b.icmp_signed("<", following, depth), loop, end)
         b.position_at_end(end)
         for value, at in zip(added, outputs, strict=True):
-            b.store(value, b.inttoptr(at, ir.PointerType(_F32S))).align = 4
+            b.store(value, b.inttoptr(at, ir.PointerType(F32S))).align = 4
         b.ret_void()
 
     def _step(self, inputs: list[Any], places: list[Any], k: Any, sums: list[Any]) -> list[Any]:
         """The sums after the k-th element of depth, whose weights stand at `places`."""
         b = self._b
         weights = [self._widened(at) for at in places]
-        kind = ir.FunctionType(_F32S, [_F32S, _F32S, _F32S])
-        multiply_add = _declared(self._function.module, "llvm.fmuladd.v16f32", kind)
-        rows = [self._spread(self._load(b.add(row, b.mul(k, _i64(4))), _F32, 4)) for row in inputs]
+        kind = ir.FunctionType(F32S, [F32S, F32S, F32S])
+        multiply_add = declared(self._function.module, "llvm.fmuladd.v16f32", kind)
+        rows = [self._spread(b.add(row, b.mul(k, i64(4)))) for row in inputs]
         pairs = [(row, panel) for row in rows for panel in weights]
         return [b.call(multiply_add, [*pair, one]) for pair, one in zip(pairs, sums, strict=True)]
 
     def _widened(self, at: Any) -> Any:
         """16 weights as float32; a bfloat16 is the upper half of one."""
         b, stored = self._b, self._load(at, self._stored, _BYTES[self._stored])
-        if self._stored is _F32S:
+        if self._stored is F32S:
             return stored
         if self._stored is _I8S:
-            return b.sitofp(b.sext(stored, _I32S), _F32S)
-        return b.bitcast(b.shl(b.zext(stored, _I32S), _SHIFT), _F32S)
-
-    def _spread(self, scalar: Any) -> Any:
-        """A vector of the same number 16 times."""
-        undefined = ir.Constant(_F32S, ir.Undefined)
-        first = self._b.insert_element(undefined, scalar, ir.Constant(_I32, 0))
-        return self._b.shuffle_vector(first, undefined, ir.Constant(_I32S, [0] * OUTPUTS))
-
-    def _prefetch(self, at: Any) -> None:
-        pointer = ir.PointerType(_I8)
-        kind = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
-        read, keep, data = (ir.Constant(_I32, value) for value in (0, 3, 1))
-        prefetch = _declared(self._function.module, "llvm.prefetch.p0", kind)
-        self._b.call(prefetch, [self._b.inttoptr(at, pointer), read, keep, data])
-
-    def _load(self, at: Any, kind: Any, align: int) -> Any:
-        value = self._b.load(self._b.inttoptr(at, ir.PointerType(kind)))
-        value.align = align
-        return value
-
-
-def _declared(module: Any, name: str, kind: Any) -> Any:
-    return module.globals.get(name) or ir.Function(module, kind, name)
-
-
-def _i64(value: int) -> Any:
-    return ir.Constant(_I64, value)
+            return b.sitofp(b.sext(stored, I32S), F32S)
+        return b.bitcast(b.shl(b.zext(stored, I32S), _SHIFT), F32S)
 
 
 objects.provide("tiles", _module, [_name(stored) for stored in _STORED.values()])

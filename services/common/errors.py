@@ -14,6 +14,8 @@ import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
+from services.common.handlers import wrapped
+
 DOMAIN = "triptych"
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 
@@ -152,23 +154,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return handler
         method = handler_call_details.method
-        kwargs = {
-            "request_deserializer": handler.request_deserializer,
-            "response_serializer": handler.response_serializer,
-        }
-        if handler.response_streaming:
-            behaviour = handler.stream_stream if handler.request_streaming else handler.unary_stream
-            make = (
-                grpc.stream_stream_rpc_method_handler
-                if handler.request_streaming
-                else grpc.unary_stream_rpc_method_handler
-            )
-            return make(_guarded_stream(behaviour, method), **kwargs)
-        behaviour = handler.stream_unary if handler.request_streaming else handler.unary_unary
-        make_unary = (
-            grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
-        )
-        return make_unary(_guarded_unary(behaviour, method), **kwargs)
+        guarded = _guarded_stream if handler.response_streaming else _guarded_unary
+        return wrapped(handler, lambda behaviour: guarded(behaviour, method))
 
 
 def _guarded_stream(behaviour: Any, method: str) -> Any:

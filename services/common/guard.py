@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from services.common.errors import RequestError
+from services.common.handlers import wrapped
 from services.common.refusals import Refusals
 
 Admission: TypeAlias = Callable[[str, Any], Awaitable[AbstractContextManager[Any]]]
@@ -35,14 +36,7 @@ class Guard(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         if handler is None or method.startswith(OPEN_SERVICES):
             return handler
-        kind = f"{_word(handler.request_streaming)}_{_word(handler.response_streaming)}"
-        make = getattr(grpc, f"{kind}_rpc_method_handler")
-        made: grpc.RpcMethodHandler[Any, Any] = make(
-            self._around(getattr(handler, kind), method),
-            request_deserializer=handler.request_deserializer,
-            response_serializer=handler.response_serializer,
-        )
-        return made
+        return wrapped(handler, lambda behaviour: self._around(behaviour, method))
 
     async def _admit(self, method: str, context: Any) -> AbstractContextManager[Any]:
         try:
@@ -62,10 +56,6 @@ class Guard(grpc.aio.ServerInterceptor):
                     yield response
 
         return stream if inspect.isasyncgenfunction(behaviour) else unary
-
-
-def _word(streaming: bool) -> str:
-    return "stream" if streaming else "unary"
 
 
 def denied(reason: str, message: str) -> RequestError:

@@ -122,10 +122,9 @@ class Fleet:
     @property
     def facts(self) -> EngineFacts | None:
         """Those of the fleet, what any of its engines takes; without one that serves, the first's that is known."""
-        serving = [facts for member in self._members if self._serves(member) and (facts := member.client.facts)]
-        if not serving:
-            return next((facts for member in self._members if (facts := member.client.facts) is not None), None)
-        return _together(serving)
+        return self._serving_facts() or next(
+            (facts for member in self._members if (facts := member.client.facts) is not None), None
+        )
 
     def can_generate(self) -> bool:
         """An engine is attached, serving, and heard of lately."""
@@ -139,8 +138,7 @@ class Fleet:
     def require(self) -> EngineFacts:
         """What the engines take that serve. Raises UNAVAILABLE with the reason where none takes requests."""
         own = self._best_effort().client.require()
-        serving = [facts for member in self._members if self._serves(member) and (facts := member.client.facts)]
-        return _together(serving) if serving else own
+        return self._serving_facts() or own
 
     def submit(self, submission: Submission, sink: Sink) -> Journey:
         """Hands over a request; `sink` is given what comes of it. Raises UNAVAILABLE where `require` does."""
@@ -175,6 +173,10 @@ class Fleet:
     def _serves(self, member: _Member) -> bool:
         facts = member.client.facts
         return member.client.can_generate() and facts is not None and facts.fingerprint == self._fingerprint
+
+    def _serving_facts(self) -> EngineFacts | None:
+        serving = [facts for member in self._members if self._serves(member) and (facts := member.client.facts)]
+        return _together(serving) if serving else None
 
     def _best_effort(self) -> _Member:
         """One that serves; else one that at least takes requests, to refuse them itself, or says why not."""

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
-import psutil
 from triptych.engine.v1 import admin_pb2, admin_pb2_grpc, engine_pb2
 from triptych.inference.v1 import generation_pb2, inference_pb2, inference_pb2_grpc
 
+from loadtest.parts import is_idle
 from tests.support.calls import Answer, by_ids
 from tests.support.cluster import free_port, health
 
@@ -139,7 +139,7 @@ class Fleet:
         for n in range(self.replicas):
             while True:
                 beat = await self._heartbeat(n)
-                if beat is not None and _is_idle(beat):
+                if is_idle(beat):
                     break
                 if time.monotonic() > ends_s:
                     raise AssertionError(f"scheduler-{n} is not idle: {beat}\n{self.tail(f'scheduler-{n}')}")
@@ -234,11 +234,6 @@ class Load:
             self.whole += 1
 
 
-def _is_idle(beat: engine_pb2.Heartbeat) -> bool:
-    requests = beat.running_requests + beat.waiting_requests
-    return beat.state == engine_pb2.ENGINE_STATE_SERVING and not requests and beat.free_blocks == beat.total_blocks > 0
-
-
 def _fault(answer: Answer, expected: Sequence[int], prompt_tokens: int, count: int) -> str:
     """What is wrong with an answer that came to its end; nothing where it is whole."""
     if answer.ids != list(expected):
@@ -249,17 +244,3 @@ def _fault(answer: Answer, expected: Sequence[int], prompt_tokens: int, count: i
     if (answer.usage.prompt_tokens, answer.usage.completion_tokens) != (prompt_tokens, count):
         return f"its usage is {answer.usage}"
     return ""
-
-
-@dataclass(frozen=True)
-class Held:
-    """What a process holds."""
-
-    rss_bytes: int
-    descriptors: int
-
-    @classmethod
-    def by(cls, pid: int) -> Held:
-        """Now."""
-        process = psutil.Process(pid)
-        return cls(process.memory_info().rss, process.num_fds())

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.fleet import Fleet, Held, Load, running
+from loadtest.parts import Held
+from tests.chaos.fleet import Fleet, Load, running
 from tests.chaos.stubs import SCHEDULER_FLAGS, load_on, stub_fleet
 
 MB = 1 << 20

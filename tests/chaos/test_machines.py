@@ -12,7 +12,8 @@ import grpc
 import pytest
 from triptych.inference.v1 import generation_pb2, inference_pb2, inference_pb2_grpc
 
-from tests.chaos.fleet import Fleet, Held, running
+from loadtest.parts import Held
+from tests.chaos.fleet import Fleet, running
 from tests.chaos.stubs import ids_of, load_on, stub_fleet
 from tests.support.calls import by_ids, generate, greedy
 

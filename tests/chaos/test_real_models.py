@@ -14,7 +14,8 @@ import grpc
 import pytest
 from triptych.inference.v1 import generation_pb2, inference_pb2
 
-from tests.chaos.fleet import Fleet, Held, running
+from loadtest.parts import Held
+from tests.chaos.fleet import Fleet, running
 from tests.support.calls import Answer, by_ids, generate
 
 MB = 1 << 20

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import grpc
 
+from services.common.handlers import wrapped
+
 
 class Told(Protocol):
     """What one teller keeps of a call. Only the first end counts."""
@@ -47,12 +49,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method.removeprefix("/")
         if handler is None or method.partition("/")[0] not in self._services:
             return handler
-        form, make = _FORMS[handler.request_streaming, handler.response_streaming]
-        return make(
-            self._around(getattr(handler, form), method),
-            request_deserializer=handler.request_deserializer,
-            response_serializer=handler.response_serializer,
-        )
+        return wrapped(handler, lambda behaviour: self._around(behaviour, method))
 
     def _around(self, behaviour: Any, method: str) -> Any:
         async def told(request: Any, context: Any) -> Any:
@@ -97,15 +94,6 @@ class _Call:
     def _over(self, _: Any) -> None:
         for told in reversed(self._told):
             told.over(_code(self._context, asyncio.CancelledError()))
-
-
-_FORMS = {
-    (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
-    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
-    (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
-    (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
-}
-"""Of a handler, by whether requests and answers are streams."""
 
 
 def _code(context: Any, error: BaseException | None) -> str:
